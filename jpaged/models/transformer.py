@@ -7,11 +7,14 @@ schedules or sampling.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from jpaged.config import ModelConfig
+from jpaged.ops.layers import apply_rope, linear, rms_norm, rope_frequencies, rope_table, silu_gate, unembed
 
 
 @struct.dataclass
@@ -93,3 +96,46 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype | str | No
             leaf = noise * fan_in**-0.5
         leaves.append(leaf.astype(spec.dtype))
     return jax.tree_util.tree_unflatten(tree, leaves)
+
+
+Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+"""`attend(layer, q [T, H, D], k [T, K, D], v [T, K, D]) -> [T, H, D]`, float32 in and out."""
+
+
+def forward(
+    params: Params, config: ModelConfig, token_ids: jax.Array, positions: jax.Array, attend: Attend
+) -> jax.Array:
+    """Runs the decoder over packed tokens.
+
+    Pure and differentiable; how tokens see each other is `attend`'s business, so the same code
+    serves a paged cache and plain causal attention.
+
+    Args:
+      token_ids, positions: int32 [T].
+      attend: called once per layer, in order, with rotated queries and keys.
+
+    Returns:
+      Final hidden states, normalized, float32 [T, E]; `logits` turns them into logits.
+    """
+    K, G, D = config.num_kv_heads, config.group_size, config.head_dim
+    eps = config.rms_norm_eps
+    inv_freq, scale = rope_frequencies(config.rope, D)
+    cos, sin = rope_table(positions, inv_freq, scale)
+    x = params.embed[token_ids].astype(jnp.float32)  # [T, E]
+    for index, layer in enumerate(params.layers):
+        qkv = linear(rms_norm(x, layer.attn_norm, eps), layer.wqkv, layer.bqkv)
+        qkv = qkv.reshape(-1, K, G + 2, D)
+        q = qkv[:, :, :G].reshape(-1, K * G, D)
+        k, v = qkv[:, :, G], qkv[:, :, G + 1]
+        if layer.q_norm is not None:
+            q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
+        out = attend(index, apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
+        x = x + linear(out.reshape(-1, K * G * D), layer.wo, layer.bo)
+        gate_up = linear(rms_norm(x, layer.mlp_norm, eps), layer.w_gate_up, layer.b_gate_up)
+        x = x + linear(silu_gate(gate_up), layer.w_down, layer.b_down)
+    return rms_norm(x, params.final_norm, eps)
+
+
+def logits(params: Params, hidden: jax.Array) -> jax.Array:
+    """Logits float32 [X, V] of final hidden states [X, E]."""
+    return unembed(hidden, params.embed if params.lm_head is None else params.lm_head)

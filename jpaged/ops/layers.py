@@ -1,0 +1,121 @@
+"""The pieces of a layer that touch no KV: normalization, products, rotary embedding, activation.
+
+Activations between the pieces are float32; the operands of a product have the weight's dtype and
+its sums are float32. That is the fast form on a CPU, and the one whose rows do not depend on how
+many there are.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jpaged.config import RopeConfig
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Root mean square normalization over the last axis, in float32. Zhang & Sennrich, 2019."""
+    x = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+    return x * scale * weight.astype(jnp.float32)
+
+
+def linear(x: jax.Array, w: jax.Array, b: jax.Array | None = None) -> jax.Array:
+    """`x @ w + b` with float32 sums: x [T, E], w [E, X], b [X] -> float32 [T, X]."""
+    return _product(x, w, 0, b)
+
+
+def unembed(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Logits `x @ w.T`: x [S, E], w [V, E] -> float32 [S, V]."""
+    return _product(x, w, 1, None)
+
+
+def _product(x: jax.Array, w: jax.Array, contracted: int, b: jax.Array | None) -> jax.Array:
+    # A float32 product on a GPU is tf32 unless asked otherwise.
+    precision = lax.Precision.HIGHEST if w.dtype == jnp.float32 else None
+    y = lax.dot_general(
+        x.astype(w.dtype),
+        w,
+        (((1,), (contracted,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    return y if b is None else y + b.astype(jnp.float32)[None, :]
+
+
+def silu_gate(gate_up: jax.Array) -> jax.Array:
+    """`silu(gate) * up`: [T, 2 * F], the gate first -> [T, F]."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
+    """Inverse frequencies float32 [D / 2] and the factor that scales cos and sin.
+
+    Sources: Su et al. 2021 (default); Chen et al. 2023 (linear); Peng et al. 2023 (yarn); the
+    Llama 3.1 model card (llama3). `dynamic` equals `default` up to the original length, the only
+    range in which the engine admits it.
+    """
+    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    inv_freq = np.float32(1.0) / np.float32(rope.theta) ** exponent  # [D / 2]
+    if rope.kind == "linear":
+        return inv_freq / np.float32(rope.factor), 1.0
+    if rope.kind == "llama3":
+        return _llama3_frequencies(rope, inv_freq), 1.0
+    if rope.kind == "yarn":
+        return _yarn_frequencies(rope, inv_freq, head_dim), _yarn_attention_factor(rope)
+    return inv_freq, 1.0
+
+
+def _llama3_frequencies(rope: RopeConfig, inv_freq: np.ndarray) -> np.ndarray:
+    """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    wavelength = 2 * np.pi / inv_freq
+    turns = rope.original_max_position / wavelength  # rotations within the original context
+    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    smooth = np.clip(smooth, 0, 1)
+    return ((1 - smooth) * inv_freq / rope.factor + smooth * inv_freq).astype(np.float32)
+
+
+def _yarn_frequencies(rope: RopeConfig, inv_freq: np.ndarray, head_dim: int) -> np.ndarray:
+    """Dimensions that turn often are kept, those that turn rarely interpolated, a ramp between."""
+
+    def dimension(turns: float) -> float:
+        return (
+            head_dim
+            * np.log(rope.original_max_position / (turns * 2 * np.pi))
+            / (2 * np.log(rope.theta))
+        )
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = np.floor(low), np.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (np.arange(head_dim // 2, dtype=np.float32) - low) / max(high - low, 0.001)
+    ramp = np.clip(ramp, 0, 1)  # 0: kept, 1: interpolated
+    return (inv_freq / rope.factor * ramp + inv_freq * (1 - ramp)).astype(np.float32)
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    def mscale(factor: float, weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * float(np.log(factor)) + 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return mscale(rope.factor, rope.mscale) / mscale(rope.factor, rope.mscale_all_dim)
+    return mscale(rope.factor, 1.0)
+
+
+def rope_table(positions: jax.Array, inv_freq: np.ndarray, scale: float) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, float32 [T, D / 2], of positions [T]."""
+    angle = positions.astype(jnp.float32)[:, None] * jnp.asarray(inv_freq)[None, :]
+    return jnp.cos(angle) * scale, jnp.sin(angle) * scale
+
+
+def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates pairs (i, i + D / 2): x float32 [T, X, D], cos and sin [T, D / 2]."""
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    x1, x2 = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
