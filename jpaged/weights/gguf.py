@@ -1,0 +1,389 @@
+"""Checkpoints in one GGUF file, as llama.cpp reads them.
+
+Owns the file's layout, the meaning of its metadata as a `ModelConfig`, and the dequantization of
+its tensors (done by the `gguf` package). The tokenizer inside is `tokenizer_gguf`'s business, names
+are `names`'s, checks and conversion `assemble`'s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+
+from jpaged.config import ModelConfig, RopeConfig
+from jpaged.models.transformer import Params
+from jpaged.ops.layers import rope_frequencies
+from jpaged.weights import names
+from jpaged.weights.assemble import SourceTensor, assemble
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TENSOR_TYPES = (
+    "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
+)  # fmt: skip
+"""The tensor types that are read; every other one is refused by name."""
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""`general.architecture` -> the family. Mistral models are stored as `llama`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufTensor:
+    """Where a tensor lies. `shape` is the usual one, rows first; `type_id` is ggml's number."""
+
+    name: str
+    shape: tuple[int, ...]
+    type_id: int
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufFile:
+    """The head of a file: metadata by key, tensors by name."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufCheckpoint:
+    """A GGUF file. Opening it reads its head; weights are read when asked for."""
+
+    file: GgufFile
+    config: ModelConfig
+
+    @classmethod
+    def open(cls, path: Path) -> GgufCheckpoint:
+        """Reads the head of the file `path`.
+
+        Raises:
+          ValueError: the file is broken or cut off, or the model is not supported.
+          ImportError: the `gguf` package is not installed.
+        """
+        file = read_file(path)
+        return cls(file, read_config(file))
+
+    def load_params(self, dtype: str | None = None) -> Params:
+        """The parameters in `dtype` (default: bfloat16); see `assemble` for errors."""
+        targets = names.targets(
+            self.config, "gguf", rotary_interleaved=self.file.metadata["general.architecture"] == "llama"
+        )
+        return assemble(self.config, dtype or self.config.dtype, tensors(self.file), targets)
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer that the file describes, or `None` if it describes none."""
+        from jpaged.weights.tokenizer_gguf import build_tokenizer
+
+        return build_tokenizer(self.file.metadata)
+
+
+# ---------------------------------------------------------------------------------------------
+# The file. Source: the format's specification, `docs/gguf.md` in the ggml repository.
+
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+
+def read_file(path: Path) -> GgufFile:
+    """Reads the head of a GGUF file (version 2 or 3, little-endian).
+
+    Raises:
+      ValueError: the file is not one, is broken or cut off, or is one part of a split model.
+    """
+    with path.open("rb") as f:
+        if f.read(4) != b"GGUF":
+            raise ValueError(f"{path} is not a GGUF file")
+        try:
+            version, num_tensors, num_keys = struct.unpack("<IQQ", f.read(20))
+            if version not in (2, 3):
+                raise ValueError(
+                    f"GGUF version {version} is not supported (or the file is big-endian); supported: 2, 3"
+                )
+            metadata = {}
+            for _ in range(num_keys):
+                key = _string(f)
+                metadata[key] = _value(f, _scalar(f, "I"))
+            heads = [_tensor_head(f) for _ in range(num_tensors)]
+            alignment = metadata.get("general.alignment", 32)
+            data = -(-f.tell() // alignment) * alignment
+        except (struct.error, KeyError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is broken or cut off: {error!r}") from error
+    if metadata.get("split.count", 1) > 1:
+        raise ValueError(f"{path} is one of {metadata['split.count']} parts; merge them into one file first")
+    found = {t.name: dataclasses.replace(t, offset=data + t.offset) for t in heads}
+    if len(found) != len(heads):
+        raise ValueError(f"{path} holds a tensor of the same name twice")
+    return GgufFile(path, metadata, found)
+
+
+def _scalar(f: BinaryIO, code: str) -> Any:
+    size = struct.calcsize("<" + code)
+    return struct.unpack("<" + code, f.read(size))[0]
+
+
+def _string(f: BinaryIO) -> str:
+    size = _scalar(f, "Q")
+    text = f.read(size)
+    if len(text) != size:
+        raise struct.error("a string ends beyond the file")
+    return text.decode()
+
+
+def _value(f: BinaryIO, type_id: int) -> Any:
+    if type_id == _STRING:
+        return _string(f)
+    if type_id == _ARRAY:
+        item, count = struct.unpack("<IQ", f.read(12))
+        if item in _SCALARS:
+            size = struct.calcsize("<" + _SCALARS[item])
+            return list(struct.unpack(f"<{count}{_SCALARS[item]}", f.read(count * size)))
+        return [_value(f, item) for _ in range(count)]
+    return _scalar(f, _SCALARS[type_id])
+
+
+def _tensor_head(f: BinaryIO) -> GgufTensor:
+    name = _string(f)
+    shape = tuple(_scalar(f, "Q") for _ in range(_scalar(f, "I")))
+    type_id, offset = struct.unpack("<IQ", f.read(12))
+    return GgufTensor(name, shape[::-1], type_id, offset)
+
+
+# ---------------------------------------------------------------------------------------------
+# Tensors
+
+
+def tensors(file: GgufFile) -> list[SourceTensor]:
+    """Every tensor of the file, dequantized to float32 when it is read.
+
+    Raises:
+      ValueError: a tensor's type is not supported, or the file is cut off.
+      ImportError: the `gguf` package is not installed.
+    """
+    size = file.path.stat().st_size
+    return [_source(file, tensor, size) for tensor in file.tensors.values()]
+
+
+def _source(file: GgufFile, tensor: GgufTensor, file_size: int) -> SourceTensor:
+    package = _package()
+    known = {member.value: member for member in package.GGMLQuantizationType}
+    kind = known.get(tensor.type_id)
+    name = getattr(kind, "name", str(tensor.type_id))
+    if name not in TENSOR_TYPES:
+        raise ValueError(f"tensor {tensor.name} has type {name}; supported: {', '.join(TENSOR_TYPES)}")
+    block, block_bytes = package.GGML_QUANT_SIZES[kind]
+    if tensor.shape[-1] % block:
+        raise ValueError(
+            f"tensor {tensor.name} has rows of {tensor.shape[-1]}, not a multiple of {name}'s {block}"
+        )
+    row_bytes = tensor.shape[-1] // block * block_bytes
+    rows = math.prod(tensor.shape[:-1])
+    if tensor.offset + rows * row_bytes > file_size:
+        raise ValueError(f"{file.path} is cut off: tensor {tensor.name} ends beyond it")
+
+    def read(start: int, stop: int) -> np.ndarray:
+        if len(tensor.shape) == 1:  # vectors are short: read whole
+            return _dequantize(package, file.path, tensor.offset, kind, (1, row_bytes))[0, start:stop]
+        offset = tensor.offset + start * row_bytes
+        return _dequantize(package, file.path, offset, kind, (stop - start, row_bytes))
+
+    return SourceTensor(tensor.name, tensor.shape, read, file.path.name)
+
+
+def _dequantize(package: Any, path: Path, offset: int, kind: Any, shape: tuple[int, int]) -> np.ndarray:
+    raw = np.fromfile(path, np.uint8, math.prod(shape), offset=offset).reshape(shape)
+    if kind.name in ("F32", "F16"):
+        return raw.view(np.float32 if kind.name == "F32" else np.float16)
+    return package.quants.dequantize(raw, kind)
+
+
+@functools.cache
+def _package() -> Any:
+    try:
+        import gguf
+        import gguf.quants
+    except ImportError as error:
+        raise ImportError('GGUF files need the gguf package: pip install "jpaged[gguf]"') from error
+    return gguf
+
+
+# ---------------------------------------------------------------------------------------------
+# Configuration
+
+
+_HARMLESS = {
+    "vocab_size",  # the embedding's rows count
+    "rope.scaling.finetuned",
+    "attention.layer_norm_epsilon",
+    "attention.causal",
+}
+"""Keys that say nothing the forward pass needs, beside those that `read_config` takes."""
+
+
+class _Keys:
+    """The metadata under `{architecture}.`, remembering which keys were asked for."""
+
+    def __init__(self, file: GgufFile, architecture: str) -> None:
+        prefix = architecture + "."
+        self._values = {
+            key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)
+        }
+        self._prefix = prefix
+        self._asked = set(_HARMLESS)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._asked.add(name)
+        return self._values.get(name, default)
+
+    def required(self, name: str) -> Any:
+        value = self.get(name)
+        if value is None:
+            raise ValueError(f"the GGUF file has no {self._prefix}{name}")
+        return value
+
+    def per_layer(self, name: str) -> int | None:
+        """An integer, possibly given once for each layer."""
+        value = self.get(name)
+        if isinstance(value, list):
+            self.refuse(name, unless=len(set(value)) == 1)
+            return value[0]
+        return value
+
+    def refuse(self, name: str, *, unless: bool) -> None:
+        if self.get(name) is not None and not unless:
+            raise ValueError(f"GGUF metadata {self._prefix}{name}={self.get(name)!r} is not supported")
+
+    def refuse_the_rest(self) -> None:
+        """Raises for keys that nothing asked for: an unknown feature is never ignored."""
+        rest = sorted(self._values.keys() - self._asked)
+        if rest:
+            raise ValueError(
+                f"GGUF metadata {', '.join(self._prefix + key for key in rest)} is not supported"
+            )
+
+
+def read_config(file: GgufFile) -> ModelConfig:
+    """The model's configuration. The checkpoint's dtype counts as bfloat16, whatever is quantized.
+
+    Raises:
+      ValueError: a required key is missing, or the file describes something that is not supported;
+        the message names the key.
+    """
+    architecture = file.metadata.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise ValueError(
+            f"GGUF architecture {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+        )
+    keys = _Keys(file, architecture)
+    hidden = keys.required("embedding_length")
+    heads = keys.per_layer("attention.head_count") or keys.required("attention.head_count")
+    head_dim = keys.get("attention.key_length", hidden // heads)
+    keys.refuse("attention.value_length", unless=keys.get("attention.value_length") == head_dim)
+    keys.refuse("rope.dimension_count", unless=keys.get("rope.dimension_count") == head_dim)
+    for name in ("expert_count", "expert_used_count", "attention.sliding_window"):
+        keys.refuse(name, unless=keys.get(name) == 0)
+    config = ModelConfig(
+        vocab_size=_vocab_size(file),
+        hidden_size=hidden,
+        intermediate_size=keys.per_layer("feed_forward_length") or keys.required("feed_forward_length"),
+        num_layers=keys.required("block_count"),
+        num_heads=heads,
+        num_kv_heads=keys.per_layer("attention.head_count_kv") or heads,
+        head_dim=head_dim,
+        max_position_embeddings=keys.required("context_length"),
+        rms_norm_eps=keys.required("attention.layer_norm_rms_epsilon"),
+        rope=_rope(file, keys, head_dim),
+        tie_word_embeddings="output.weight" not in file.tensors,
+        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        out_bias="blk.0.attn_output.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
+        qk_norm=architecture == "qwen3",
+        dtype="bfloat16",
+        eos_token_ids=_eos_ids(file.metadata),
+        bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
+        architecture=ARCHITECTURES[architecture],
+    )
+    keys.refuse_the_rest()
+    return config
+
+
+def _vocab_size(file: GgufFile) -> int:
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise ValueError("the GGUF file has no tensor token_embd.weight")
+    return embedding.shape[0]
+
+
+def _eos_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """Ids that end a sequence: of the text, of a turn, of a message."""
+    found = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    return tuple(dict.fromkeys(token for token in found if token is not None))
+
+
+def _rope(file: GgufFile, keys: _Keys, head_dim: int) -> RopeConfig:
+    theta = float(keys.get("rope.freq_base", 10000.0))
+    kind = keys.get("rope.scaling.type", "none")
+    factor = float(keys.get("rope.scaling.factor", 0.0))
+    original = keys.get("rope.scaling.original_context_length") or keys.required("context_length")
+    keys.refuse("rope.scale_linear", unless=keys.get("rope.scale_linear") == 1.0)
+    base = RopeConfig(theta=theta, original_max_position=original)
+    if "rope_freqs.weight" in file.tensors:
+        keys.refuse("rope.scaling.type", unless=kind == "none")
+        return _llama3_rope(file, base, head_dim)
+    if kind == "none":
+        keys.refuse("rope.scaling.factor", unless=factor in (0.0, 1.0))
+        return base
+    keys.refuse("rope.scaling.type", unless=kind in ("linear", "yarn"))
+    if factor <= 0:
+        raise ValueError(f"GGUF rope scaling {kind!r} needs a factor above 0, not {factor}")
+    scaled = dataclasses.replace(base, kind=kind, factor=factor)
+    return _yarn(keys, scaled) if kind == "yarn" else scaled
+
+
+def _yarn(keys: _Keys, base: RopeConfig) -> RopeConfig:
+    """llama.cpp multiplies the usual attention factor by its own; the rest are the usual names."""
+    keys.refuse("rope.scaling.yarn_ext_factor", unless=keys.get("rope.scaling.yarn_ext_factor") == 1.0)
+    keys.refuse(
+        "rope.scaling.yarn_log_multiplier", unless=keys.get("rope.scaling.yarn_log_multiplier") == 0.0
+    )
+    scale = keys.get("rope.scaling.attn_factor", 1.0) * keys.get("rope.scaling.yarn_attn_factor", 1.0)
+    return dataclasses.replace(
+        base,
+        beta_fast=keys.get("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=keys.get("rope.scaling.yarn_beta_slow", 1.0),
+        attention_factor=None if scale == 1.0 else scale * (0.1 * math.log(base.factor) + 1.0),
+    )
+
+
+def _llama3_rope(file: GgufFile, base: RopeConfig, head_dim: int) -> RopeConfig:
+    """The `llama3` rope whose frequencies the tensor `rope_freqs.weight` describes.
+
+    The tensor holds what each default frequency is divided by. Only parameters that give the same
+    divisors again are accepted: the largest divisor is the factor, and the original length is found
+    by trial among the powers of two, with the published low and high frequency factors 1 and 4.
+
+    Raises:
+      ValueError: no parameters give these divisors.
+    """
+    (source,) = [t for t in tensors(file) if t.name == "rope_freqs.weight"]
+    divisors = source.read(0, source.shape[0]).astype(np.float64)
+    plain = rope_frequencies(base, head_dim)[0]
+    if divisors.shape == plain.shape:
+        if np.all(divisors == 1):
+            return base
+        factor = float(divisors.max())
+        for original in (base.original_max_position, *(2**n for n in range(9, 21))):
+            rope = dataclasses.replace(base, kind="llama3", factor=factor, original_max_position=original)
+            scaled = rope_frequencies(rope, head_dim)[0].astype(np.float64)
+            if np.allclose(plain / scaled, divisors, rtol=1e-5):
+                return rope
+    raise ValueError("GGUF tensor rope_freqs.weight is not a llama3 rope scaling; others are not supported")
