@@ -6,8 +6,17 @@ The last row of every per-row array is the dump row: padding reads and writes it
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 
+from jpaged.sampling_params import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+)
+
+MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 32  # a request's own stop ids and the model's end-of-sequence ids
 FROM_DEVICE = -1  # a token id that is still on the device: RowState.last_token of its row
 NON_FINITE = -1  # instead of a sampled token: its logits held NaN or an infinity
 NO_CANDIDATE = -2  # instead of a sampled token: every token was masked
@@ -121,6 +130,23 @@ class RowState:
     stop_ids: jax.Array  # int32 [R, MAX_STOP_IDS], V where unused
     bad_words: jax.Array  # int32 [R, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS], right-aligned, -1 where unused
     recent: jax.Array  # int32 [R, MAX_BAD_WORD_TOKENS - 1]: last generated ids, newest last
+
+
+def init_row_state(max_num_seqs: int, vocab_size: int) -> RowState:
+    """The state of `max_num_seqs` rows and the dump row."""
+    rows = max_num_seqs + 1
+    bits = -(-vocab_size // 8)
+    return RowState(
+        last_token=jnp.zeros(rows, jnp.int32),
+        output_counts=jnp.zeros((rows, vocab_size), jnp.int16),
+        in_prompt=jnp.zeros((rows, bits), jnp.uint8),
+        allowed=jnp.zeros((rows, bits), jnp.uint8),
+        bias_ids=jnp.full((rows, MAX_LOGIT_BIAS), vocab_size, jnp.int32),
+        bias=jnp.zeros((rows, MAX_LOGIT_BIAS), jnp.float32),
+        stop_ids=jnp.full((rows, MAX_STOP_IDS), vocab_size, jnp.int32),
+        bad_words=jnp.full((rows, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), -1, jnp.int32),
+        recent=jnp.full((rows, MAX_BAD_WORD_TOKENS - 1), -2, jnp.int32),
+    )
 
 
 @struct.dataclass

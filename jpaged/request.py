@@ -133,6 +133,13 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
 
+    def reset(self) -> None:
+        """Back to waiting, owning nothing, with all its known tokens: they are computed again."""
+        self.block_ids.clear()
+        self.num_scheduled = self.num_pending = 0
+        self.row = None
+        self.status = RequestStatus.WAITING
+
     @property
     def num_tokens(self) -> int:
         """Known ids: the prompt and the output that has reached the host."""
@@ -155,3 +162,14 @@ class Request:
             f"Request({self.request_id!r}, {self.status.name}, prompt={self.num_prompt_tokens}, "
             f"known={self.num_tokens}, scheduled={self.num_scheduled}, row={self.row})"
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamDelta:
+    """What a stream brought: new text and ids of one completion, and at its end why it ended."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None

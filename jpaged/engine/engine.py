@@ -1,0 +1,405 @@
+"""The engine: requests in, tokens out, one step at a time.
+
+Owns the loop and the order of its parts; each part's state is its own. A step that raises leaves
+the engine usable: what ran is computed again from its known tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import operator
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from jpaged.batch import MAX_STOP_IDS
+from jpaged.config import EngineConfig, ModelConfig
+from jpaged.engine.outputs import RequestGroup, SequenceOutput, logprob_dict, new_metrics, tokenizer_decoder
+from jpaged.engine.runner import (
+    ModelRunner,
+    Runner,
+    StepHandle,
+    StepResult,
+    cast_params,
+    temporary_bytes,
+)
+from jpaged.engine.sizing import Sizes, device_pool_bytes, resolve_sizes
+from jpaged.models.transformer import Params
+from jpaged.ops.sampling import Variant
+from jpaged.request import FinishReason, Request, RequestOutput
+from jpaged.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
+from jpaged.scheduling.kv_manager import KVManager
+from jpaged.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerStats
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Runs many requests through one model with a paged KV cache and continuous batching.
+
+    Example:
+      engine = Engine(config, params, max_num_seqs=8)
+      engine.add_request([1, 2, 3], SamplingParams(max_tokens=5))
+      while engine.has_unfinished():
+          for output in engine.step():
+              ...
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params | None,
+        *,
+        tokenizer: Any = None,
+        runner: Runner | None = None,
+        **options: Any,
+    ):
+        """Sizes the engine and allocates its KV pool; compiles nothing but what it must.
+
+        Args:
+          config, params: the model; `params` may be cast to `dtype`.
+          tokenizer: gives outputs their text; without one there are ids only.
+          runner: replaces the model (tests and replays); `params` is not used then.
+          options: fields of `EngineConfig`.
+
+        Raises:
+          ValueError: options that contradict each other, the model or the device.
+          TypeError: an unknown option.
+        """
+        self.config = config
+        self.options = EngineConfig(**options)
+        self.tokenizer = tokenizer
+        self._decoder = tokenizer_decoder(tokenizer)
+        if runner is None:
+            if params is None:
+                raise ValueError("params=None needs a runner")
+            params = params if self.options.dtype == "auto" else cast_params(params, self.options.dtype)
+            self.sizes = _sizes_on_device(config, self.options, params)
+            runner = ModelRunner(
+                config,
+                params,
+                self.sizes,
+                dtype=str(params.embed.dtype),
+                deterministic=self.options.deterministic,
+            )
+        else:
+            self.sizes = resolve_sizes(config, self.options, dtype=config.dtype, platform="cpu", pool_bytes=None)
+        self.runner = runner
+        self.scheduler = self._new_scheduler()
+        self._in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()
+        self._groups: dict[str, RequestGroup] = {}
+        self._sequences: dict[str, tuple[RequestGroup, SequenceOutput]] = {}
+        self._ended: list[RequestGroup] = []  # ended outside of a step, not reported yet
+        self._num_added = 0
+
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(
+            KVManager(self.sizes.num_kv_blocks, self.sizes.block_size),
+            max_num_seqs=self.sizes.max_num_seqs,
+            max_num_batched_tokens=self.sizes.max_num_batched_tokens,
+        )
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        prompt: str | None = None,
+        stream: bool = True,
+    ) -> str:
+        """Queues a request.
+
+        Args:
+          request_id: must not be in use; made up if `None`.
+          prompt: text to hand back with the output.
+          stream: `False` reports the request once, when it has finished.
+
+        Returns:
+          the request's id.
+
+        Raises:
+          ValueError: the request can never run; the message names field, value and limit. Nothing
+            has been queued then.
+        """
+        params = params or SamplingParams()
+        ids = self._check_prompt(prompt_token_ids, params)
+        params.validate_vocab(self.config.vocab_size)
+        bad_words = self._bad_words(params)
+        request_id = request_id if request_id is not None else f"request-{self._num_added}"
+        if request_id in self._groups:
+            raise ValueError(f"request_id={request_id!r} is already in use")
+        group = RequestGroup(request_id, prompt, ids, [], stream, new_metrics())
+        requests = [self._new_request(group, params, index) for index in range(params.n)]
+        for request in requests:
+            self.scheduler.add(request)
+            self.runner.register(request.request_id, bad_words)
+            group.sequences.append(SequenceOutput(request, self._decoder, stream=stream))
+            self._sequences[request.request_id] = group, group.sequences[-1]
+        if params.prompt_logprobs is not None:
+            group.prompt_logprobs = [None]
+        self._groups[request_id] = group
+        self._num_added += 1
+        return request_id
+
+    def _new_request(self, group: RequestGroup, params: SamplingParams, index: int) -> Request:
+        eos = () if params.ignore_eos else self.config.eos_token_ids
+        stop_ids = frozenset(eos) | frozenset(params.stop_token_ids)
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise ValueError(f"stop_token_ids and the model's own are {len(stop_ids)}, at most {MAX_STOP_IDS}")
+        seed = params.seed if params.seed is not None else _derived_seed(self.options.seed, self._num_added)
+        longest = self.sizes.max_model_len
+        if params.max_tokens is not None:
+            # A token that is wanted by nobody is sampled for max_tokens=0: the prompt is computed all the same.
+            longest = min(longest, len(group.prompt_token_ids) + max(params.max_tokens, 1))
+        return Request(
+            f"{group.request_id}/{index}/{self._num_added}",
+            group.prompt_token_ids,
+            params,
+            arrival=self._num_added * 2**20 + index,
+            parent_id=group.request_id,
+            index=index,
+            seed=seed,
+            stop_ids=stop_ids,
+            max_total_tokens=max(longest, len(group.prompt_token_ids) + 1),
+        )
+
+    def _check_prompt(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> list[int]:
+        ids = [_as_token_id(token, self.config.vocab_size) for token in prompt_token_ids]
+        if not ids:
+            raise ValueError("the prompt has no tokens; at least 1 is needed")
+        longest = self.sizes.max_model_len - (params.max_tokens != 0)
+        if len(ids) > longest:
+            capacity = self.scheduler.kv.capacity
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, at most {longest} fit: max_model_len={self.sizes.max_model_len} "
+                f"holds prompt and output (the KV cache holds {capacity} tokens)"
+            )
+        return ids
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Token ids of the bad words, as a word of its own and as the start of a text."""
+        if not params.bad_words:
+            return []
+        if self.tokenizer is None:
+            raise ValueError(f"bad_words={params.bad_words!r} needs a tokenizer")
+        found = []
+        for word in params.bad_words:
+            for text in dict.fromkeys((word, f" {word.lstrip()}")):
+                ids = self.tokenizer.encode(text, add_special_tokens=False)
+                if len(ids) > MAX_BAD_WORD_TOKENS:
+                    raise ValueError(f"bad_words: {word!r} is {len(ids)} tokens, at most {MAX_BAD_WORD_TOKENS}")
+                if ids and ids not in found:
+                    found.append(ids)
+        if len(found) > MAX_BAD_WORDS:
+            raise ValueError(f"bad_words are {len(found)} token sequences, at most {MAX_BAD_WORDS}")
+        return found
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request at its last known token, at any moment; an unknown or finished id is ignored.
+
+        The next step reports it, with the finish reason `abort`.
+        """
+        group = self._groups.get(request_id)
+        if group is None:
+            return
+        for sequence in group.sequences:
+            if not sequence.request.finished:
+                self.scheduler.finish(sequence.request, FinishReason.ABORT)
+                sequence.take_tokens()
+        self._ended.append(group)
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has anything left to do or to report."""
+        return bool(self._groups)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that were added and not yet reported as finished."""
+        return len(self._groups)
+
+    # -- the loop -----------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one step and returns the outputs that grew or ended.
+
+        With overlap, the tokens are those of the step before: this one's are still being computed.
+
+        Raises:
+          Exception: whatever the device raised. Requests stay queued with their known tokens; the
+            next call computes them again.
+        """
+        with self._recovering():
+            step = self.scheduler.schedule()
+            results = self._run(step)
+            progressed = [self._update(*result) for result in results]
+            return self._collect(progressed)
+
+    def _run(self, step: ScheduledStep | None) -> list[tuple[ScheduledStep, StepResult]]:
+        """Dispatches a step; waits for those before it, and for itself without overlap."""
+        if step is not None:
+            self._in_flight.append((step, self.runner.run(step)))
+        results = []
+        keep = 1 if self.options.overlap and step is not None else 0
+        while len(self._in_flight) > keep:
+            oldest, handle = self._in_flight[0]
+            results.append((oldest, handle.result()))
+            self._in_flight.popleft()
+        return results
+
+    def _update(self, step: ScheduledStep, result: StepResult) -> list[SequenceOutput]:
+        now = time.monotonic()
+        for admitted in step.admitted:
+            entry = self._sequences.get(admitted.request_id)
+            if entry is not None and entry[0].metrics.first_scheduled_time is None:
+                entry[0].metrics.first_scheduled_time = now
+        self._take_prompt_logprobs(result)
+        progressed = []
+        for request in self.scheduler.update(step, result.tokens, result.failures):
+            group, sequence = self._sequences[request.request_id]
+            if request.finish_reason is FinishReason.ERROR:
+                group.error = str(request.stop_reason)
+                self._abort_others(group)
+            else:
+                group.metrics.first_token_time = group.metrics.first_token_time or now
+                values = result.logprobs.get(request.request_id)
+                if values is not None:
+                    sequence.add_logprobs(request.token_ids[-1], values)
+            progressed.append(sequence)
+        return progressed
+
+    def _abort_others(self, group: RequestGroup) -> None:
+        for sequence in group.sequences:
+            if not sequence.request.finished:
+                self.scheduler.finish(sequence.request, FinishReason.ABORT)
+
+    def _take_prompt_logprobs(self, result: StepResult) -> None:
+        for request_id, rows in result.prompt_logprobs.items():
+            entry = self._sequences.get(request_id)
+            if entry is None or entry[1].request.index != 0:
+                continue
+            group, sequence = entry
+            assert group.prompt_logprobs is not None
+            targets = group.prompt_token_ids[len(group.prompt_logprobs) :]
+            count = sequence.request.params.prompt_logprobs or 0
+            for token, values in zip(targets, rows, strict=False):
+                group.prompt_logprobs.append(logprob_dict(token, values, count, self._decoder))
+
+    def _collect(self, progressed: list[list[SequenceOutput]]) -> list[RequestOutput]:
+        """Detokenizes, applies stop strings, and reports."""
+        groups = {id(group): group for group in self._ended}
+        self._ended = []
+        for sequence in (s for sequences in progressed for s in sequences):
+            stop = sequence.take_tokens()
+            request = sequence.request
+            if stop is not None:
+                if request.finished:
+                    request.finish_reason, request.stop_reason = FinishReason.STOP, stop
+                else:
+                    self.scheduler.finish(request, FinishReason.STOP, stop)
+            group = self._sequences[request.request_id][0]
+            groups[id(group)] = group
+        return [self._report(group) for group in groups.values() if group.stream or group.finished]
+
+    def _report(self, group: RequestGroup) -> RequestOutput:
+        if group.finished:
+            group.metrics.finished_time = time.monotonic()
+            del self._groups[group.request_id]
+            for sequence in group.sequences:
+                del self._sequences[sequence.request.request_id]
+                self.runner.forget(sequence.request.request_id)
+        return group.snapshot()
+
+    @contextmanager
+    def _recovering(self) -> Iterator[None]:
+        """Leaves a usable engine behind any exception, Ctrl-C included."""
+        try:
+            yield
+        except BaseException:
+            logger.warning("a step failed: running requests will be computed again from their known tokens")
+            self._restart()
+            raise
+
+    def _restart(self) -> None:
+        self._in_flight.clear()
+        self.runner.reset()
+        stats = self.scheduler.stats
+        self.scheduler = self._new_scheduler()
+        self.scheduler.stats = stats
+        for group in self._groups.values():
+            for sequence in group.sequences:
+                if not sequence.request.finished:
+                    sequence.request.reset()
+                    self.scheduler.add(sequence.request)
+            if group.prompt_logprobs is not None:
+                del group.prompt_logprobs[1:]
+        self._ended = [group for group in self._groups.values() if group.finished]
+
+    # -- sight --------------------------------------------------------------------------------
+
+    def warmup(self, variants: tuple[Variant, ...] = tuple(Variant), *, use_tqdm: bool = False) -> None:
+        """Compiles all that later traffic can need, so that nothing compiles while requests run.
+
+        Args:
+          variants: fewer, where it is known what will be asked for: `Variant.GREEDY` alone serves
+            greedy requests without penalties, masks or log-probabilities.
+        """
+        if isinstance(self.runner, ModelRunner):
+            self.runner.warmup(variants, use_tqdm=use_tqdm)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the start, and what is in use now."""
+        stats, kv = self.scheduler.stats, self.scheduler.kv
+        return {
+            "attention_backend": "xla",
+            "num_running": len(self.scheduler.running),
+            "num_waiting": len(self.scheduler.waiting),
+            "steps": stats.steps,
+            "preemptions": stats.preemptions,
+            "scheduled_tokens": stats.scheduled_tokens,
+            "running_peak": stats.peak_running,
+            "kv_blocks_total": kv.pool.num_blocks,
+            "kv_blocks_free": kv.pool.num_free,
+            "kv_blocks_active": kv.num_active,
+            "kv_blocks_peak": stats.peak_blocks,
+            "kv_block_bytes": self.sizes.kv_block_bytes,
+            "kv_waste": stats.kv_waste,
+        }
+
+    def reset_stats(self) -> None:
+        """Starts counting afresh."""
+        self.scheduler.stats = SchedulerStats()
+
+
+def _sizes_on_device(config: ModelConfig, options: EngineConfig, params: Params) -> Sizes:
+    device = jax.devices()[0]
+    dtype = str(params.embed.dtype)
+    sizes = resolve_sizes(config, options, dtype=dtype, platform=device.platform, pool_bytes=None)
+    if device.platform == "cpu" or options.num_kv_blocks or options.kv_cache_memory_bytes:
+        return sizes
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    temporaries = temporary_bytes(config, sizes, dtype=dtype, platform=device.platform)
+    left = device_pool_bytes(device, options.gpu_memory_utilization, weights, temporaries)
+    return resolve_sizes(config, options, dtype=dtype, platform=device.platform, pool_bytes=left)
+
+
+def _as_token_id(token: Any, vocab_size: int) -> int:
+    try:
+        value = -1 if isinstance(token, bool) else operator.index(token)  # takes numpy integers
+    except TypeError:
+        value = -1
+    if not 0 <= value < vocab_size:
+        raise ValueError(f"prompt_token_ids has {token!r}; ids must be ints in [0, {vocab_size})")
+    return value
+
+
+def _derived_seed(engine_seed: int, arrival: int) -> int:
+    digest = hashlib.blake2b(f"{engine_seed}/{arrival}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

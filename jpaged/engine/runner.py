@@ -1,0 +1,276 @@
+"""The device half of the engine: parameters, pools, row state, and the compiled steps' dispatch.
+
+`Runner` is all that the engine sees of it, so scheduler and engine run with a fake one in tests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from jpaged.batch import NO_CANDIDATE, NON_FINITE, Logprobs, StepOutput, init_row_state
+from jpaged.config import ModelConfig
+from jpaged.engine import steps
+from jpaged.engine.packing import Buckets, PackedStep, Packer, RowSetup, declare_buckets
+from jpaged.engine.sizing import Sizes
+from jpaged.kv_cache import KVCache, init_kv_cache
+from jpaged.models.transformer import Params, abstract_params
+from jpaged.ops.sampling import Variant
+from jpaged.scheduling.scheduler import ScheduledSequence, ScheduledStep
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities of one token and of the most probable ones, best first."""
+
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave, by request id."""
+
+    tokens: dict[str, int]
+    failures: dict[str, str]  # why there is no token
+    logprobs: dict[str, TokenLogprobs]
+    prompt_logprobs: dict[str, list[TokenLogprobs]]
+
+
+class StepHandle(Protocol):
+    """A step that was dispatched."""
+
+    def result(self) -> StepResult:
+        """Waits for the step and returns what it gave."""
+        ...
+
+
+class Runner(Protocol):
+    """What the engine needs of a device."""
+
+    def run(self, step: ScheduledStep) -> StepHandle:
+        """Dispatches a step and returns at once."""
+        ...
+
+    def register(self, request_id: str, bad_words: list[list[int]]) -> None:
+        """Tells what else there is to know of a request, before it is first scheduled."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        ...
+
+    def reset(self) -> None:
+        """Makes the runner usable after a step raised; what the pools held is lost."""
+        ...
+
+
+class ModelRunner:
+    """Runs a model on the default device."""
+
+    def __init__(self, config: ModelConfig, params: Params, sizes: Sizes, *, dtype: str, deterministic: bool):
+        self.config = config
+        self.params = params
+        self.sizes = sizes
+        self.dtype = dtype
+        self.platform = jax.default_backend()
+        self._restore()
+        slow_single = self.platform == "cpu" and dtype != "float32"  # XLA's CPU matrix-vector products
+        self.buckets = declare_buckets(
+            max_num_seqs=sizes.max_num_seqs,
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
+            min_decode=8 if slow_single else 1,
+            deterministic=deterministic,
+        )
+        if deterministic:
+            self.buckets = self._proved_buckets()
+        self.packer = self._new_packer(self.buckets)
+
+    def _restore(self) -> None:
+        self.cache: KVCache = init_kv_cache(
+            self.config, self.sizes.num_kv_blocks + 1, self.sizes.block_size, self.dtype, self.platform
+        )
+        self.state = init_row_state(self.sizes.max_num_seqs, self.config.vocab_size)
+
+    def _new_packer(self, buckets: Buckets) -> Packer:
+        return Packer(
+            buckets,
+            max_num_seqs=self.sizes.max_num_seqs,
+            table_width=self.sizes.table_width,
+            block_size=self.sizes.block_size,
+            vocab_size=self.config.vocab_size,
+        )
+
+    # -- the Runner protocol ------------------------------------------------------------------
+
+    def run(self, step: ScheduledStep) -> DeviceHandle:
+        packed = self.packer.pack(step)
+        for setup in packed.setups:
+            self._set_row(setup)
+        return DeviceHandle(self._dispatch(packed.batch, packed.variant), packed)
+
+    def register(self, request_id: str, bad_words: list[list[int]]) -> None:
+        if bad_words:
+            self.packer.set_bad_words(request_id, bad_words)
+
+    def forget(self, request_id: str) -> None:
+        self.packer.forget(request_id)
+
+    def reset(self) -> None:
+        self._restore()
+
+    def _set_row(self, setup: RowSetup) -> None:
+        values = {field.name: getattr(setup, field.name) for field in dataclasses.fields(setup)}
+        self.state = steps.set_row(self.state, np.int32(values.pop("row")), values)
+
+    def _dispatch(self, batch: Any, variant: Variant) -> StepOutput:
+        function = steps.prefill_step if hasattr(batch, "query_start") else steps.decode_step
+        self.cache, self.state, output = function(
+            self.params, self.cache, self.state, batch, config=self.config, variant=variant
+        )
+        return output
+
+    # -- warm-up ------------------------------------------------------------------------------
+
+    def warmup(self, variants: tuple[Variant, ...] = tuple(Variant), *, use_tqdm: bool = False) -> None:
+        """Compiles every declared bucket in the given variants, by running padding through it."""
+        work: list[tuple[Any, Variant]] = []
+        for variant in variants:
+            if variant < Variant.PROMPT:
+                work += [(self._empty(size, None), variant) for size in self.buckets.decode]
+            work += [(self._empty(*bucket), variant) for bucket in self.buckets.ragged]
+        for batch, variant in tqdm(work, desc="warm-up", disable=not use_tqdm):
+            jax.block_until_ready(self._dispatch(batch, variant))
+        self._set_row(self.packer.padding_setup())
+
+    def _empty(self, first: int, num_seqs: int | None) -> Any:
+        """A batch of padding alone: `first` sequences to decode, or (tokens, sequences) ragged."""
+        buckets = Buckets((first,), ()) if num_seqs is None else Buckets((), ((first, num_seqs),))
+        return self._new_packer(buckets).padding_batch()
+
+    # -- deterministic mode -------------------------------------------------------------------
+
+    def _proved_buckets(self) -> Buckets:
+        """The declared buckets whose rows agree, bit by bit, with those of the largest one.
+
+        A probe runs the same sequences through every bucket, chunked as the bucket demands, and
+        compares the stored K and V of every layer and the logits.
+        """
+        reference = self._probe(self.buckets.ragged[-1])
+        agreeing = [bucket for bucket in self.buckets.ragged[:-1] if self._same(reference, self._probe(bucket))]
+        kept = Buckets((), (*agreeing, self.buckets.ragged[-1]))
+        logger.info("deterministic: of the buckets %s, %s agree bitwise", self.buckets.ragged, kept.ragged)
+        return kept
+
+    @staticmethod
+    def _same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
+        return all(np.array_equal(x.view(np.uint8), y.view(np.uint8)) for x, y in zip(a, b, strict=True))
+
+    def _probe(self, bucket: tuple[int, int]) -> list[np.ndarray]:
+        num_tokens, num_seqs = bucket
+        block = self.sizes.block_size
+        length = min(37, self.sizes.max_model_len, self.sizes.num_kv_blocks * block // 2)
+        blocks = -(-length // block)
+        count = max(1, min(2, num_seqs, self.sizes.num_kv_blocks // blocks))
+        rng = np.random.default_rng(0)
+        prompts = rng.integers(0, self.config.vocab_size, (count, length)).tolist()
+        packer = self._new_packer(Buckets((), (bucket,)))
+        cache = init_kv_cache(self.config, count * blocks + 1, block, self.dtype, self.platform)
+        chunk = max(1, min(length, num_tokens // count))
+        logits = []
+        for start in range(0, length, chunk):
+            sequences = tuple(
+                ScheduledSequence(
+                    request_id=str(row),
+                    row=row,
+                    start=start,
+                    num_tokens=len(prompt[start : start + chunk]),
+                    token_ids=tuple(prompt[start : start + chunk]),
+                    samples=False,
+                    prompt_targets=None,
+                    table_start=0,
+                    table_blocks=tuple(range(1 + row * blocks, 1 + (row + 1) * blocks)),
+                )
+                for row, prompt in enumerate(prompts)
+            )
+            packed = packer.pack(ScheduledStep(0, sequences, ()))
+            cache, raw = steps.probe_step(self.params, cache, self.state, packed.batch, config=self.config)
+            logits = [np.asarray(raw)[:count]]
+        return logits + [np.asarray(pool)[1:] for pool in itertools.chain(cache.k, cache.v)]
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceHandle:
+    """A dispatched step whose output may still be on its way."""
+
+    output: StepOutput
+    packed: PackedStep
+
+    def __post_init__(self) -> None:
+        for leaf in jax.tree.leaves(self.output):
+            leaf.copy_to_host_async()
+
+    def result(self) -> StepResult:
+        tokens, failures = {}, {}
+        sampled = np.asarray(self.output.tokens).tolist()
+        for index, owner in self.packed.owners:
+            token = sampled[index]
+            if token >= 0:
+                tokens[owner] = token
+            else:
+                failures[owner] = _FAILURES[token]
+        logprobs = {}
+        if self.output.logprobs is not None:
+            rows = _to_host(self.output.logprobs)
+            logprobs = {owner: rows[index] for index, owner in self.packed.owners}
+        prompt_logprobs = {}
+        if self.output.prompt_logprobs is not None:
+            rows = _to_host(self.output.prompt_logprobs)
+            for owner, first, count in self.packed.prompt_spans:
+                prompt_logprobs[owner] = rows[first : first + count]
+        return StepResult(tokens, failures, logprobs, prompt_logprobs)
+
+
+_FAILURES = {
+    NON_FINITE: "the model's logits were not finite (NaN or infinity): the weights or the dtype's range are at fault",
+    NO_CANDIDATE: "no token could be sampled: allowed_token_ids, bad_words, logit_bias and min_tokens mask all",
+}
+
+
+def _to_host(logprobs: Logprobs) -> list[TokenLogprobs]:
+    columns = (logprobs.logprob, logprobs.rank, logprobs.top_ids, logprobs.top_logprobs)
+    return [TokenLogprobs(*row) for row in zip(*(np.asarray(c).tolist() for c in columns), strict=True)]
+
+
+def temporary_bytes(config: ModelConfig, sizes: Sizes, *, dtype: str, platform: str) -> int:
+    """Bytes of temporaries of the largest prefill bucket, from its compiled program; nothing runs."""
+    tokens, seqs = sizes.max_num_batched_tokens, min(sizes.max_num_batched_tokens, sizes.max_num_seqs)
+    packer = Packer(
+        Buckets((), ((tokens, seqs),)),
+        max_num_seqs=sizes.max_num_seqs,
+        table_width=sizes.table_width,
+        block_size=sizes.block_size,
+        vocab_size=config.vocab_size,
+    )
+    cache = jax.eval_shape(lambda: init_kv_cache(config, 2, sizes.block_size, dtype, platform))
+    state = jax.eval_shape(lambda: init_row_state(sizes.max_num_seqs, config.vocab_size))
+    compiled = steps.prefill_step.lower(
+        abstract_params(config, dtype), cache, state, packer.padding_batch(), config=config, variant=Variant.FULL
+    ).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def cast_params(params: Params, dtype: str) -> Params:
+    """Parameters in `dtype`; those that already are stay the same arrays."""
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), params)

@@ -1,0 +1,122 @@
+"""The compiled steps: the only place where the model meets `jax.jit`.
+
+A step is `f(params, cache, state, batch) -> (cache, state, output)` with cache and state donated.
+Nothing here depends on a value: shapes come from the bucket, the rest from the configuration and
+the variant.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jpaged.batch import DecodeBatch, Logprobs, RaggedBatch, RowState, StepOutput
+from jpaged.config import ModelConfig
+from jpaged.kv_cache import KVCache, write_kv
+from jpaged.models import transformer
+from jpaged.models.transformer import Params
+from jpaged.ops import attention_xla as attention
+from jpaged.ops.sampling import Variant, sample, token_logprobs
+
+_LOGPROB_CHUNK = 64  # prompt tokens whose logits exist at once
+
+
+@functools.partial(jax.jit, static_argnames=("config", "variant"), donate_argnames=("cache", "state"))
+def decode_step(
+    params: Params, cache: KVCache, state: RowState, batch: DecodeBatch, *, config: ModelConfig, variant: Variant
+) -> tuple[KVCache, RowState, StepOutput]:
+    """One token of each sequence: writes its K and V, draws the next."""
+    pools = _Pools(cache)
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        k_pool, v_pool = pools.write(layer, k, v, batch.slots)
+        return attention.paged_decode(
+            q,
+            k_pool,
+            v_pool,
+            batch.tables,
+            batch.context_lens,
+            dtype=cache.dtype,
+            window=config.layer_windows[layer],
+        )
+
+    tokens = state.last_token[batch.rows]
+    positions = jnp.maximum(batch.context_lens - 1, 0)
+    hidden = transformer.forward(params, config, tokens, positions, attend)
+    logits = transformer.logits(params, hidden)
+    tokens, logprobs, state = sample(logits, batch.rows, state, batch.sampling, variant)
+    return pools.cache(), state, StepOutput(tokens=tokens, logprobs=logprobs, prompt_logprobs=None)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "variant"), donate_argnames=("cache", "state"))
+def prefill_step(
+    params: Params, cache: KVCache, state: RowState, batch: RaggedBatch, *, config: ModelConfig, variant: Variant
+) -> tuple[KVCache, RowState, StepOutput]:
+    """Chunks of any mix of lengths: writes their K and V, draws where a sequence's last token is in."""
+    hidden, cache = _prefill_hidden(params, cache, state, batch, config)
+    logits = transformer.logits(params, hidden[batch.sampled])
+    tokens, logprobs, state = sample(logits, batch.rows, state, batch.sampling, variant)
+    prompt = None
+    if variant >= Variant.PROMPT:
+        prompt = _prompt_logprobs(params, hidden, batch.targets)
+    return cache, state, StepOutput(tokens=tokens, logprobs=logprobs, prompt_logprobs=prompt)
+
+
+@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("cache",))
+def probe_step(
+    params: Params, cache: KVCache, state: RowState, batch: RaggedBatch, *, config: ModelConfig
+) -> tuple[KVCache, jax.Array]:
+    """A prefill step that returns the logits [S, V] instead of sampling, for the bitwise self-test."""
+    hidden, cache = _prefill_hidden(params, cache, state, batch, config)
+    return cache, transformer.logits(params, hidden[batch.sampled])
+
+
+def _prefill_hidden(
+    params: Params, cache: KVCache, state: RowState, batch: RaggedBatch, config: ModelConfig
+) -> tuple[jax.Array, KVCache]:
+    pools = _Pools(cache)
+    tiles = attention.query_tiles(batch.query_start, batch.context_lens, batch.token_ids.shape[0])
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        k_pool, v_pool = pools.write(layer, k, v, batch.slots)
+        return attention.paged_prefill(
+            q, k_pool, v_pool, batch.tables, tiles, dtype=cache.dtype, window=config.layer_windows[layer]
+        )
+
+    tokens = jnp.where(batch.token_ids >= 0, batch.token_ids, state.last_token[batch.token_rows])
+    return transformer.forward(params, config, tokens, batch.positions, attend), pools.cache()
+
+
+def _prompt_logprobs(params: Params, hidden: jax.Array, targets: jax.Array) -> Logprobs:
+    """Chunk by chunk: logits of all prompt tokens at once would not fit beside a large model."""
+    count = hidden.shape[0]
+    padding = -count % _LOGPROB_CHUNK
+    hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, _LOGPROB_CHUNK, hidden.shape[1])
+    targets = jnp.pad(targets, (0, padding)).reshape(-1, _LOGPROB_CHUNK)
+    chunks = lax.map(lambda x: token_logprobs(transformer.logits(params, x[0]), x[1]), (hidden, targets))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], chunks)
+
+
+class _Pools:
+    """The pools while a step is traced: each layer writes its own before it reads."""
+
+    def __init__(self, cache: KVCache):
+        self._cache = cache
+        self._k, self._v = list(cache.k), list(cache.v)
+
+    def write(self, layer: int, k: jax.Array, v: jax.Array, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+        written = write_kv(self._k[layer], self._v[layer], k, v, slots, self._cache.dtype)
+        self._k[layer], self._v[layer] = written
+        return written
+
+    def cache(self) -> KVCache:
+        return self._cache.replace(k=tuple(self._k), v=tuple(self._v))
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def set_row(state: RowState, row: jax.Array, values: dict[str, jax.Array]) -> RowState:
+    """Writes one row of the named fields."""
+    return state.replace(**{name: getattr(state, name).at[row].set(value) for name, value in values.items()})

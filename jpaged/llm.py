@@ -1,0 +1,349 @@
+"""LLM: a tokenizer and an engine behind the calls that people make.
+
+Owns the way from prompts and messages to ids, and from outputs back to their callers. All work on
+requests is the engine's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+from jpaged.config import EngineConfig, ModelConfig
+from jpaged.engine.engine import Engine
+from jpaged.models.transformer import Params
+from jpaged.ops.sampling import Variant
+from jpaged.request import RequestOutput, StreamDelta
+from jpaged.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+CPU_DTYPE = "bfloat16"
+"""What `dtype="auto"` means on a CPU: measured, see docs/performance.md."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt as ids, and as text where there was one."""
+
+    text: str | None
+    token_ids: list[int]
+
+
+class LLM:
+    """A language model that answers many prompts at once.
+
+    Example:
+      llm = LLM("smollm2-135m-instruct")
+      outputs = llm.generate(["The capital of France is"], SamplingParams(temperature=0))
+      print(outputs[0].outputs[0].text)
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        config: ModelConfig | None = None,
+        params: Params | None = None,
+        tokenizer: Any = None,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        block_size: int = 16,
+        num_kv_blocks: int | None = None,
+        kv_cache_memory_bytes: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        attention_backend: str = "auto",
+        deterministic: bool = False,
+        overlap: bool = True,
+        seed: int = 0,
+    ):
+        """Loads a model, or takes one that lives in memory, and makes an engine for it.
+
+        Args:
+          model: see `jpaged.weights.open_checkpoint`.
+          config, params: instead of `model`.
+          tokenizer: a transformers tokenizer, or the path of one; by default the model's own.
+          dtype: `auto` is the checkpoint's on a GPU, bfloat16 on a CPU, and for `params` in memory
+            their own.
+
+        The other arguments are fields of `EngineConfig`.
+
+        Raises:
+          ValueError: an argument or the model is not supported; the message names it.
+        """
+        options = dict(
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            num_kv_blocks=num_kv_blocks,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            gpu_memory_utilization=gpu_memory_utilization,
+            attention_backend=attention_backend,
+            deterministic=deterministic,
+            overlap=overlap,
+            seed=seed,
+        )
+        EngineConfig(**options)  # type: ignore[arg-type]  # wrong options are told before weights are read
+        if (model is None) == (params is None) or (params is None) != (config is None):
+            raise ValueError("give either model, or both config and params")
+        if isinstance(tokenizer, (str, os.PathLike)):
+            tokenizer = _load_tokenizer(tokenizer)
+        if model is not None:
+            config, params, tokenizer = _load(model, dtype, tokenizer)
+        assert config is not None
+        self.model_name = os.fspath(model) if model is not None else config.architecture
+        self.tokenizer = tokenizer
+        self.engine = Engine(config, params, tokenizer=tokenizer, **options)
+        self._mail: dict[str, deque[RequestOutput]] = {}
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.engine.config
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self.engine.sizes.max_num_seqs
+
+    # -- prompts ------------------------------------------------------------------------------
+
+    def encode_prompt(self, prompt: Prompt) -> EncodedPrompt:
+        """Ids of a prompt: a string, ids, `{"prompt": ...}`, `{"prompt_token_ids": ...}` or `{"messages": ...}`.
+
+        A string is tokenized as the tokenizer does by default, with a beginning-of-sequence id if
+        it adds one. Ids are taken as they are.
+
+        Raises:
+          ValueError: the prompt is not one of these, or needs a tokenizer that is not there.
+        """
+        if isinstance(prompt, str):
+            return EncodedPrompt(prompt, list(self._need_tokenizer().encode(prompt)))
+        if isinstance(prompt, Mapping):
+            keys = [key for key in ("prompt", "prompt_token_ids", "messages") if prompt.get(key) is not None]
+            if len(keys) != 1:
+                raise ValueError(
+                    f"a prompt needs one of prompt, prompt_token_ids and messages; it has {keys or 'none'}"
+                )
+            value = prompt[keys[0]]
+            if keys[0] == "messages":
+                return self.encode_chat(value)
+            if isinstance(value, str) != (keys[0] == "prompt"):
+                raise ValueError(f"{keys[0]}={value!r} must be {'a string' if keys[0] == 'prompt' else 'token ids'}")
+            return self.encode_prompt(value)
+        if isinstance(prompt, Sequence) or hasattr(prompt, "tolist"):
+            return EncodedPrompt(None, list(prompt))
+        raise ValueError(f"prompt={prompt!r} must be a string, token ids, or a mapping that holds them")
+
+    def encode_chat(self, messages: Sequence[Message]) -> EncodedPrompt:
+        """Renders a conversation with the model's chat template, up to where the assistant speaks.
+
+        The template alone decides about special tokens; none are added to what it renders.
+
+        Raises:
+          ValueError: no template, no messages, a malformed message, or the template refused them.
+        """
+        tokenizer = self._need_tokenizer()
+        if not messages or not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise ValueError(f"messages={messages!r} must be a list of at least 1 message")
+        for index, message in enumerate(messages):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise ValueError(f"messages[{index}]={message!r} must be a mapping with a role")
+            if not isinstance(message.get("content"), str):
+                raise ValueError(f"messages[{index}]: content={message.get('content')!r} must be a string")
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError("the model's tokenizer has no chat template: pass a rendered prompt instead")
+        try:
+            text = tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # the template is the model's own program: anything may come out
+            raise ValueError(f"the chat template refused the messages: {error}") from error
+        return EncodedPrompt(text, list(tokenizer.encode(text, add_special_tokens=False)))
+
+    def _need_tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise ValueError("text needs a tokenizer, and the model came without one: pass tokenizer=")
+        return self.tokenizer
+
+    # -- calls --------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes prompts, all at once.
+
+        Args:
+          prompts: one prompt or a list of them; a list of ints is one prompt.
+          sampling_params: one for all, or one for each.
+
+        Returns:
+          one output per prompt, in their order. A prompt that cannot run has `error` set and no
+          `outputs`; the others are not affected.
+
+        Raises:
+          ValueError: the number of `sampling_params` is not the number of prompts.
+        """
+        items = _as_list(prompts)
+        if isinstance(sampling_params, SamplingParams) or sampling_params is None:
+            params = [sampling_params or SamplingParams()] * len(items)
+        else:
+            params = list(sampling_params)
+            if len(params) != len(items):
+                raise ValueError(f"{len(params)} sampling_params for {len(items)} prompts; give one, or one for each")
+        return self._run(items, params, use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers one conversation, or a list of them. Like `generate` otherwise."""
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations = list(messages) if several else [messages]
+        prompts = [{"messages": conversation} for conversation in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamDelta]:
+        """Yields what each step adds to the completions of one prompt; the deltas joined are the text.
+
+        A stream that is closed early aborts its request.
+
+        Raises:
+          ValueError: the prompt cannot run.
+          RuntimeError: it failed while it ran.
+        """
+        encoded = self.encode_prompt(prompt)
+        request_id = self._submit(encoded, sampling_params, stream=True)
+        seen: dict[int, tuple[int, int]] = {}
+        done: set[int] = set()
+        try:
+            while True:
+                output = self._receive(request_id)
+                if output.error is not None:
+                    raise RuntimeError(output.error)
+                for completion in output.outputs:
+                    text, ids = seen.get(completion.index, (0, 0))
+                    new = StreamDelta(
+                        completion.index,
+                        completion.text[text:],
+                        completion.token_ids[ids:],
+                        completion.finish_reason,
+                        completion.stop_reason,
+                    )
+                    seen[completion.index] = len(completion.text), len(completion.token_ids)
+                    ended = completion.finish_reason is not None and completion.index not in done
+                    if ended:
+                        done.add(completion.index)
+                    if new.text or new.token_ids or ended:
+                        yield new
+                if output.finished:
+                    return
+        finally:
+            self._withdraw([request_id])
+
+    def warmup(self, variants: tuple[Variant, ...] = tuple(Variant), *, use_tqdm: bool = True) -> None:
+        """See `Engine.warmup`."""
+        self.engine.warmup(variants, use_tqdm=use_tqdm)
+
+    # -- sharing the engine -------------------------------------------------------------------
+
+    def _run(self, items: list[Prompt], params: list[SamplingParams], *, use_tqdm: bool) -> list[RequestOutput]:
+        outputs: list[RequestOutput | None] = [None] * len(items)
+        ids: dict[str, int] = {}
+        try:
+            for index, (item, item_params) in enumerate(zip(items, params, strict=True)):
+                try:
+                    ids[self._submit(self.encode_prompt(item), item_params, stream=False)] = index
+                except ValueError as error:
+                    outputs[index] = _refused(item, str(error))
+            with tqdm(total=len(items), desc="requests", disable=not use_tqdm) as bar:
+                bar.update(len(items) - len(ids))
+                started, produced = time.monotonic(), 0
+                while any(output is None for output in outputs) and self.engine.has_unfinished():
+                    self._step()
+                    for request_id in [key for key in ids if self._mail[key]]:
+                        output = self._mail[request_id].popleft()
+                        outputs[ids.pop(request_id)] = output
+                        del self._mail[request_id]
+                        produced += sum(len(completion.token_ids) for completion in output.outputs)
+                        seconds = max(time.monotonic() - started, 1e-9)
+                        bar.set_postfix_str(f"{produced / seconds:.1f} output tokens/s", refresh=False)
+                        bar.update()
+        finally:
+            self._withdraw(list(ids))
+        assert all(output is not None for output in outputs)
+        return outputs  # type: ignore[return-value]
+
+    def _submit(self, encoded: EncodedPrompt, params: SamplingParams | None, *, stream: bool) -> str:
+        request_id = self.engine.add_request(encoded.token_ids, params, prompt=encoded.text, stream=stream)
+        self._mail[request_id] = deque()
+        return request_id
+
+    def _step(self) -> None:
+        """One engine step; each output goes to whoever waits for it."""
+        for output in self.engine.step():
+            if output.request_id in self._mail:
+                self._mail[output.request_id].append(output)
+
+    def _receive(self, request_id: str) -> RequestOutput:
+        while not self._mail[request_id]:
+            self._step()
+        return self._mail[request_id].popleft()
+
+    def _withdraw(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self._mail.pop(request_id, None)
+            self.engine.abort(request_id)
+
+
+def _load(model: str | os.PathLike[str], dtype: str, tokenizer: Any) -> tuple[ModelConfig, Params, Any]:
+    from jpaged.weights import open_checkpoint
+
+    started = time.monotonic()
+    checkpoint = open_checkpoint(model)
+    if dtype == "auto":
+        dtype = CPU_DTYPE if jax.default_backend() == "cpu" else checkpoint.config.dtype
+    tokenizer = tokenizer if tokenizer is not None else checkpoint.load_tokenizer()
+    params = checkpoint.load_params(dtype)
+    logger.info("loaded %s in %s in %.1f s", model, dtype, time.monotonic() - started)
+    return checkpoint.config, params, tokenizer
+
+
+def _load_tokenizer(path: str | os.PathLike[str]) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+
+
+def _as_list(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, (str, Mapping)) or hasattr(prompts, "tolist"):
+        return [prompts]
+    prompts = list(prompts)
+    if prompts and all(hasattr(item, "__index__") for item in prompts):
+        return [prompts]
+    return prompts
+
+
+def _refused(item: Any, error: str) -> RequestOutput:
+    text = item if isinstance(item, str) else item.get("prompt") if isinstance(item, Mapping) else None
+    return RequestOutput("", text if isinstance(text, str) else None, [], [], finished=True, error=error)

@@ -1,0 +1,365 @@
+"""Continuous batching: which requests compute how many tokens in the next step.
+
+Owns the waiting and running sets and the rows. Blocks belong to `KVManager`, tokens to the device.
+Plain data goes out (`ScheduledStep`) and comes back (sampled ids); a step may be scheduled before
+the ids of the one before it are known.
+
+Policy. Every running sequence that decodes gets its token. Of what is left of the step's token
+budget, half goes to prefills under way, oldest first; the other half to new requests in order of
+arrival; what remains to prefills under way again. So a long prompt never keeps short ones out for
+longer than it takes to admit those before them, and always advances itself. When blocks run out,
+the newest running request is preempted: it gives up its blocks and is computed again later. The
+oldest is never preempted while another runs, so it always progresses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+from jpaged.request import FinishReason, Request, RequestStatus
+from jpaged.sampling_params import SamplingParams
+from jpaged.scheduling.kv_manager import KVManager
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdmittedRow:
+    """A request that takes a row in this step: what the device must know of it from now on."""
+
+    row: int
+    request_id: str
+    params: SamplingParams
+    seed: int
+    choice: int
+    stop_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # known ids, prompt first
+    num_prompt_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """The tokens [start, start + num_tokens) of one sequence.
+
+    Attributes:
+      token_ids: their ids, or `None` where the one token is the last one sampled in this row.
+      samples: whether the token after them is drawn.
+      prompt_targets: for each of them the prompt token that follows, if its log-probability is
+        wanted (one fewer at the end of the prompt).
+      table_start, table_blocks: the row's block table from entry `table_start` on, as far as it
+        changed since the row was last scheduled.
+    """
+
+    request_id: str
+    row: int
+    start: int
+    num_tokens: int
+    token_ids: tuple[int, ...] | None
+    samples: bool
+    prompt_targets: tuple[int, ...] | None
+    table_start: int
+    table_blocks: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScheduledStep:
+    """One step as plain data."""
+
+    number: int
+    sequences: tuple[ScheduledSequence, ...]
+    admitted: tuple[AdmittedRow, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(sequence.num_tokens for sequence in self.sequences)
+
+
+@dataclasses.dataclass(slots=True)
+class SchedulerStats:
+    """Counts since the start. Slots are counted once per step, as that step leaves them."""
+
+    steps: int = 0
+    preemptions: int = 0
+    scheduled_tokens: int = 0
+    slots_allocated: int = 0
+    slots_filled: int = 0
+    peak_blocks: int = 0
+    peak_running: int = 0
+
+    @property
+    def kv_waste(self) -> float:
+        """Share of allocated KV slots that held no token, over all steps."""
+        return 1 - self.slots_filled / self.slots_allocated if self.slots_allocated else 0.0
+
+
+class Scheduler:
+    """Decides what every step computes."""
+
+    def __init__(self, kv: KVManager, *, max_num_seqs: int, max_num_batched_tokens: int):
+        if max_num_batched_tokens < max_num_seqs:
+            raise ValueError(f"{max_num_batched_tokens=} must be at least {max_num_seqs=}")
+        self.kv = kv
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.stats = SchedulerStats()
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # in order of arrival
+        self._requests: dict[str, Request] = {}
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._known_at_admission: dict[str, int] = {}
+        self._table_sent: dict[str, int] = {}  # entries of the table that the device has
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+          ValueError: its id is in use, or its known tokens can never fit.
+        """
+        if request.request_id in self._requests:
+            raise ValueError(f"request_id={request.request_id!r} is already in use")
+        if request.num_tokens > self.kv.capacity:
+            raise ValueError(
+                f"a prompt of {request.num_tokens} tokens can never fit: the KV cache holds "
+                f"{self.kv.capacity} tokens ({self.kv.pool.num_blocks} blocks of {self.kv.block_size})"
+            )
+        # The last token is sampled but never stored, hence one more than the pool holds.
+        request.max_total_tokens = min(request.max_total_tokens, self.kv.capacity + 1)
+        self._requests[request.request_id] = request
+        self.waiting.append(request)
+
+    def get(self, request_id: str) -> Request | None:
+        """The unfinished request of that id."""
+        return self._requests.get(request_id)
+
+    def requests(self) -> Iterable[Request]:
+        """All unfinished requests."""
+        return self._requests.values()
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """Ends a request in whatever state it is; its blocks and row are free for the next step."""
+        if request.status is RequestStatus.RUNNING:
+            self._leave_row(request)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason, request.stop_reason = reason, stop_reason
+        del self._requests[request.request_id]  # a queue entry is dropped when its turn comes
+
+    def preempt(self, request: Request) -> None:
+        """Takes blocks and row from a running request and puts it at the head of the queue.
+
+        Its known tokens are computed again later; a token that is still on the device is kept.
+        """
+        self._leave_row(request)
+        request.status = RequestStatus.WAITING
+        request.num_preemptions += 1
+        self.stats.preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _leave_row(self, request: Request) -> None:
+        self.kv.release(request)
+        self.running.remove(request)
+        assert request.row is not None
+        self._free_rows.append(request.row)
+        request.row = None
+        del self._known_at_admission[request.request_id], self._table_sent[request.request_id]
+
+    # -- a step -------------------------------------------------------------------------------
+
+    def schedule(self) -> ScheduledStep | None:
+        """Plans the next step and books its tokens; `None` if there is nothing to compute."""
+        grants: dict[Request, int] = {}
+        admitted: list[Request] = []
+        self._grant_decodes(grants)
+        budget = self.max_num_batched_tokens - len(grants)
+        budget -= self._grant_prefills(grants, (budget + 1) // 2)
+        budget -= self._admit(grants, admitted, budget)
+        self._grant_prefills(grants, budget)
+        if not grants:
+            return None
+        rows = tuple(self._admitted_row(request) for request in admitted if request in grants)
+        sequences = tuple(self._book(request, count) for request, count in grants.items())
+        self._count(sequences)
+        return ScheduledStep(self.stats.steps, sequences, rows)
+
+    def _todo(self, request: Request) -> int:
+        """Tokens of a running request that could be computed now, pending ones included."""
+        total = request.num_tokens + request.num_pending
+        return 0 if total >= request.max_total_tokens else total - request.num_scheduled
+
+    def _decodes(self, request: Request) -> bool:
+        """Whether all that is left to compute is the last token that was sampled in its row."""
+        return request.num_scheduled >= self._known_at_admission[request.request_id]
+
+    def _grant_decodes(self, grants: dict[Request, int]) -> None:
+        for request in list(self.running):
+            if request.row is not None and self._decodes(request) and self._todo(request) == 1:
+                if self._make_room(request, request.num_scheduled + 1, grants):
+                    grants[request] = 1
+
+    def _grant_prefills(self, grants: dict[Request, int], budget: int) -> int:
+        """Gives prefills under way up to `budget` more tokens, oldest first; returns how many."""
+        left = budget
+        for request in list(self.running):
+            if left <= 0:
+                break
+            if request.row is None or self._decodes(request):
+                continue
+            have = grants.get(request, 0)
+            count = min(self._todo(request) - have, left)
+            if count > 0 and self._make_room(request, request.num_scheduled + have + count, grants):
+                grants[request] = have + count
+                left -= count
+        return budget - left
+
+    def _admit(self, grants: dict[Request, int], admitted: list[Request], budget: int) -> int:
+        """Moves waiting requests into rows while tokens, rows and blocks last; returns tokens used."""
+        left = budget
+        promised = sum(self._promised(request, grants.get(request, 0)) for request in self.running)
+        while left > 0 and self._free_rows and self.waiting:
+            request = self.waiting[0]
+            if request.finished:
+                self.waiting.popleft()
+                continue
+            # A token still on the device will be known after the next update.
+            if request.num_pending or not self.kv.acquire(request, promised):
+                break
+            self.waiting.popleft()
+            self._enter_row(request)
+            count = min(self._todo(request), left)
+            if not self.kv.extend(request, request.num_scheduled + count):
+                raise AssertionError("an admitted request's known tokens must fit")
+            admitted.append(request)
+            grants[request] = count
+            left -= count
+            promised += self._promised(request, count)
+        return budget - left
+
+    def _promised(self, request: Request, granted: int) -> int:
+        """Blocks that a running request still needs for its known tokens."""
+        return max(0, self.kv.blocks_for(request.num_tokens) - len(request.block_ids))
+
+    def _enter_row(self, request: Request) -> None:
+        request.row = self._free_rows.pop()
+        request.status = RequestStatus.RUNNING
+        self._known_at_admission[request.request_id] = request.num_tokens
+        self._table_sent[request.request_id] = 0
+        position = len(self.running)
+        while position and self.running[position - 1].arrival > request.arrival:
+            position -= 1
+        self.running.insert(position, request)
+
+    def _make_room(self, request: Request, num_tokens: int, grants: dict[Request, int]) -> bool:
+        """Extends a request's blocks, preempting the newest others; `False` if it had to go itself."""
+        while not self.kv.extend(request, num_tokens):
+            victim = self.running[-1]
+            self.preempt(victim)
+            grants.pop(victim, None)
+            if victim is request:
+                return False
+        return True
+
+    # -- writing the step down ----------------------------------------------------------------
+
+    def _admitted_row(self, request: Request) -> AdmittedRow:
+        assert request.row is not None
+        return AdmittedRow(
+            row=request.row,
+            request_id=request.request_id,
+            params=request.params,
+            seed=request.seed,
+            choice=request.index,
+            stop_ids=tuple(sorted(request.stop_ids)),
+            token_ids=tuple(request.token_ids),
+            num_prompt_tokens=request.num_prompt_tokens,
+        )
+
+    def _book(self, request: Request, count: int) -> ScheduledSequence:
+        """Notes that `count` more tokens of the request are on the device."""
+        assert request.row is not None and count > 0
+        start, end = request.num_scheduled, request.num_scheduled + count
+        on_device = self._decodes(request)
+        samples = end == request.num_tokens + request.num_pending
+        targets = None
+        if request.params.prompt_logprobs is not None and start < request.num_prompt_tokens:
+            targets = tuple(request.token_ids[start + 1 : min(end + 1, request.num_prompt_tokens)])
+        sent = self._table_sent[request.request_id]
+        self._table_sent[request.request_id] = len(request.block_ids)
+        request.num_scheduled = end
+        request.num_pending += samples
+        return ScheduledSequence(
+            request_id=request.request_id,
+            row=request.row,
+            start=start,
+            num_tokens=count,
+            token_ids=None if on_device else tuple(request.token_ids[start:end]),
+            samples=samples,
+            prompt_targets=targets,
+            table_start=sent,
+            table_blocks=tuple(request.block_ids[sent:]),
+        )
+
+    def _count(self, sequences: Sequence[ScheduledSequence]) -> None:
+        stats = self.stats
+        stats.steps += 1
+        stats.scheduled_tokens += sum(sequence.num_tokens for sequence in sequences)
+        stats.slots_allocated += self.kv.num_active * self.kv.block_size
+        stats.slots_filled += sum(request.num_scheduled for request in self.running)
+        stats.peak_blocks = max(stats.peak_blocks, self.kv.num_active)
+        stats.peak_running = max(stats.peak_running, len(self.running))
+
+    # -- what came back -----------------------------------------------------------------------
+
+    def update(
+        self, step: ScheduledStep, tokens: Mapping[str, int], failures: Mapping[str, str]
+    ) -> list[Request]:
+        """Takes the sampled ids of a step, by request id, and ends what they end.
+
+        Args:
+          failures: why there is no token, for requests that got none; they end with an error.
+
+        Returns:
+          the requests that got a token or failed, in the step's order. Tokens of requests that have
+          ended meanwhile are dropped.
+        """
+        progressed = []
+        for sequence in step.sequences:
+            request = self._requests.get(sequence.request_id)
+            if not sequence.samples or request is None:
+                continue
+            request.num_pending -= 1
+            progressed.append(request)
+            if sequence.request_id in failures:
+                self.finish(request, FinishReason.ERROR, failures[sequence.request_id])
+            else:
+                request.token_ids.append(tokens[sequence.request_id])
+                self._apply_stop_rules(request)
+        return progressed
+
+    def _apply_stop_rules(self, request: Request) -> None:
+        token = request.token_ids[-1]
+        if token in request.stop_ids:
+            named = token in request.params.stop_token_ids
+            self.finish(request, FinishReason.STOP, token if named else None)
+        elif request.num_tokens >= request.max_total_tokens:
+            self.finish(request, FinishReason.LENGTH)
+
+    def check_invariants(self) -> None:
+        """Proves that rows, tables and pool agree; for tests."""
+        self.kv.check_invariants(self.requests())
+        rows = [request.row for request in self.running]
+        assert sorted(rows + self._free_rows) == list(range(len(rows) + len(self._free_rows)))
+        assert [r.arrival for r in self.running] == sorted(r.arrival for r in self.running)
+        for request in self.requests():
+            running = request.status is RequestStatus.RUNNING
+            assert running == (request in self.running) == (request.row is not None)
+            assert running or not request.block_ids
+            assert len(request.block_ids) >= self.kv.blocks_for(request.num_scheduled)
+        assert self._known_at_admission.keys() == {r.request_id for r in self.running}
