@@ -173,6 +173,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 
+# KV heads where config.json has no such field; where it says null, as many as there are heads.
+_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
+
 
 def _from_hf(hf: dict[str, Any]) -> ModelConfig:
     architecture = _architecture(hf)
@@ -195,7 +198,7 @@ def _from_hf(hf: dict[str, Any]) -> ModelConfig:
         intermediate_size=_required(hf, "intermediate_size"),
         num_layers=num_layers,
         num_heads=heads,
-        num_kv_heads=hf.get("num_key_value_heads") or heads,
+        num_kv_heads=hf.get("num_key_value_heads", _KV_HEADS.get(family)) or heads,
         head_dim=head_dim,
         max_position_embeddings=max_position,
         rms_norm_eps=float(get("rms_norm_eps")),
