@@ -1,6 +1,6 @@
 """Converts a model to an Orbax directory that jpaged restores without conversion.
 
-python scripts/convert_checkpoint.py --model smollm2-135m-instruct --output smollm2
+Example: `python scripts/convert_checkpoint.py --model smollm2-135m-instruct --output smollm2`.
 """
 
 from __future__ import annotations

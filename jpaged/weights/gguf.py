@@ -69,6 +69,7 @@ class GgufCheckpoint:
           ValueError: the file is broken or cut off, or the model is not supported.
           ImportError: the `gguf` package is not installed.
         """
+        _package()  # the tensors need it, so say so before anything is done
         file = read_file(path)
         return cls(file, read_config(file))
 

@@ -268,6 +268,18 @@ def test_files_that_are_cut_off_or_foreign_are_refused(lab, tmp_path):
             load(broken)
 
 
+def test_without_the_gguf_package_the_error_says_how_to_install_it(lab, tmp_path, monkeypatch):
+    import sys
+
+    from jpaged.weights import gguf as module
+
+    path = lab.write_gguf(tmp_path / "model.gguf", lab.tiny())
+    module._package.cache_clear()
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ImportError, match=r'pip install "jpaged\[gguf\]"'):
+        open_checkpoint(path)
+
+
 def test_the_head_is_what_the_gguf_package_reads(lab, tmp_path):
     from jpaged.weights.gguf import read_file
 
