@@ -185,23 +185,27 @@ class SamplingParams:
         value = getattr(self, name)
         if value is None and optional:
             return
-        value = _plain_int(value)
-        check_int(name, value, low=low, high=high)
-        self._set(name, value)
+        plain = _plain_int(value)
+        check_int(name, plain, low=low, high=high)
+        if plain is not value:
+            self._set(name, plain)
 
     def _float(self, name: str, low: float, high: float) -> None:
-        self._set(name, _checked_float(name, getattr(self, name), low, high))
+        value = getattr(self, name)
+        checked = _checked_float(name, value, low, high)
+        if checked is not value:
+            self._set(name, checked)
 
 
 def _plain_int(value: Any) -> Any:
     """A plain `int` for any integer type but bool; anything else unchanged, for `check_int` to refuse."""
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+    if type(value) is not int and isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return int(value)
     return value
 
 
 def _checked_float(name: str, value: Any, low: float, high: float) -> float:
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    is_number = type(value) is float or (isinstance(value, numbers.Real) and not isinstance(value, bool))
     if not is_number:
         raise ValueError(f"{name}={value!r} must be a number")
     if not low <= value <= high:  # NaN and infinities fail too
