@@ -241,6 +241,12 @@ def test_other_architectures_are_refused_by_name(tmp_path):
         open_checkpoint(tmp_path / "model.gguf")
 
 
+def test_the_alignment_is_the_files(lab, tmp_path):
+    model = lab.tiny("qwen2")
+    path = lab.write_gguf(tmp_path / "model.gguf", model, extra=lambda w: w.add_custom_alignment(8192))
+    lab.assert_same(load(path), lab.expected(model))
+
+
 def test_missing_and_unexpected_tensors_are_listed_by_their_gguf_names(lab, tmp_path):
     model = lab.tiny().replace(tensors={"model.layers.1.mlp.up_proj.weight": None})
     with pytest.raises(ValueError, match="1 missing: blk.1.ffn_up.weight"):

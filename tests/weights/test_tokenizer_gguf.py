@@ -139,11 +139,23 @@ def test_sentencepiece_prefix_space_is_the_files():
     assert without.decode(without(" hello", add_special_tokens=False).input_ids) == " hello"
 
 
-def test_sentencepiece_falls_back_to_bytes_and_never_reads_their_names():
+def test_sentencepiece_falls_back_to_bytes():
     tokenizer = build_tokenizer(METADATA["sentencepiece"])
     ids = tokenizer("ж", add_special_tokens=False).input_ids
     assert ids[-2:] == [3 + 0xD0, 3 + 0xB6]
-    assert 3 + 0x0A not in tokenizer("<0x0A>", add_special_tokens=False).input_ids
+
+
+def test_sentencepiece_never_merges_text_into_a_byte_or_a_control_token():
+    tokens = ["<unk>", "<0x0A>", "▁", "<", "0", "x", "A", ">", "<0", "<0x", "<0x0", "<0x0A"]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * len(tokens),
+        "tokenizer.ggml.token_type": [2, 6, *[1] * 10],
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.add_bos_token": False,
+    }
+    assert [tokens[i] for i in build_tokenizer(metadata)("<0x0A>").input_ids] == ["▁", "<0x0A", ">"]
 
 
 def test_sentencepiece_merges_the_best_score_first():
