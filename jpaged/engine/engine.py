@@ -79,14 +79,14 @@ class Engine:
             if params is None:
                 raise ValueError("params=None needs a runner")
             params = params if self.options.dtype == "auto" else cast_params(params, self.options.dtype)
-            self.sizes = _sizes_on_device(config, self.options, params)
             runner = ModelRunner(
                 config,
                 params,
-                self.sizes,
+                _sizes_on_device(config, self.options, params),
                 dtype=str(params.embed.dtype),
                 deterministic=self.options.deterministic,
             )
+            self.sizes = runner.sizes
         else:
             self.sizes = resolve_sizes(config, self.options, dtype=config.dtype, platform="cpu", pool_bytes=None)
         self.runner = runner

@@ -26,6 +26,8 @@ from jpaged.ops.sampling import Variant
 from jpaged.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, SamplingParams
 from jpaged.scheduling.scheduler import AdmittedRow, ScheduledSequence, ScheduledStep
 
+DETERMINISTIC_TOKENS = 64  # fewer rows make XLA choose other products on a CPU
+
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
@@ -51,14 +53,14 @@ def declare_buckets(
 ) -> Buckets:
     """A few shapes, each a small multiple of the one before, so their number grows as a logarithm.
 
-    With `deterministic`, every token takes the prefill step and the number of sequences is one, so
-    that the shapes differ in the number of tokens alone.
+    With `deterministic`, every token takes the prefill step, and every engine has the bucket of
+    DETERMINISTIC_TOKENS, the one that the others must agree with: so a result does not depend on how
+    the engine was sized either.
     """
     tokens = _ladder(32, 4, max_num_batched_tokens)
     if deterministic:
-        lowest = max(64, max_num_seqs)  # fewer rows make XLA choose other float32 products
-        tokens = [max(count, lowest) for count in tokens]
-        return Buckets((), tuple(sorted({(count, max_num_seqs) for count in tokens})))
+        tokens = [DETERMINISTIC_TOKENS, *(count for count in tokens if count > DETERMINISTIC_TOKENS)]
+        return Buckets((), tuple((count, max_num_seqs) for count in tokens))
     ragged = {(t, s) for t in tokens for s in (min(8, max_num_seqs), min(t, max_num_seqs))}
     decode = _ladder(8, 2, max_num_seqs)
     if min_decode < decode[0]:
@@ -133,6 +135,8 @@ class Packer:
                 start = sequence.table_start
                 self._tables[sequence.row, start : start + len(sequence.table_blocks)] = sequence.table_blocks
         decode = self.buckets.decode and all(s.token_ids is None for s in sequences)
+        if decode:  # neighbours of like length share the attention's loop over their contexts
+            sequences = tuple(sorted(sequences, key=lambda sequence: sequence.start))
         batch = self._decode_batch(sequences) if decode else self._ragged_batch(sequences)
         sampled = [s.row for s in sequences if s.samples]
         variant = Variant(self._variants[sampled].max(initial=Variant.GREEDY))

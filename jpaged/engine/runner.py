@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from jpaged.batch import NO_CANDIDATE, NON_FINITE, Logprobs, StepOutput, init_row_state
+from jpaged.batch import NO_CANDIDATE, NON_FINITE, Logprobs, RaggedBatch, StepOutput, init_row_state
 from jpaged.config import ModelConfig
 from jpaged.engine import steps
 from jpaged.engine.packing import Buckets, PackedStep, Packer, RowSetup, declare_buckets
@@ -84,6 +85,7 @@ class ModelRunner:
         self.params = params
         self.sizes = sizes
         self.dtype = dtype
+        self.deterministic = deterministic
         self.platform = jax.default_backend()
         self._restore()
         slow_single = self.platform == "cpu" and dtype != "float32"  # XLA's CPU matrix-vector products
@@ -95,6 +97,7 @@ class ModelRunner:
         )
         if deterministic:
             self.buckets = self._proved_buckets()
+            self.sizes = self._sizes_within(self.buckets.ragged[-1][0])
         self.packer = self._new_packer(self.buckets)
 
     def _restore(self) -> None:
@@ -135,8 +138,11 @@ class ModelRunner:
         self.state = steps.set_row(self.state, np.int32(values.pop("row")), values)
 
     def _dispatch(self, batch: Any, variant: Variant) -> StepOutput:
-        function = steps.prefill_step if hasattr(batch, "query_start") else steps.decode_step
-        self.cache, self.state, output = function(
+        if isinstance(batch, RaggedBatch):
+            step = functools.partial(steps.prefill_step, deterministic=self.deterministic)
+        else:
+            step = steps.decode_step
+        self.cache, self.state, output = step(
             self.params, self.cache, self.state, batch, config=self.config, variant=variant
         )
         return output
@@ -162,16 +168,29 @@ class ModelRunner:
     # -- deterministic mode -------------------------------------------------------------------
 
     def _proved_buckets(self) -> Buckets:
-        """The declared buckets whose rows agree, bit by bit, with those of the largest one.
+        """The declared buckets whose rows agree, bit by bit, with those of the first one.
 
-        A probe runs the same sequences through every bucket, chunked as the bucket demands, and
-        compares the stored K and V of every layer and the logits.
+        A probe runs the same sequences through every bucket and compares the stored K and V of
+        every layer and the logits. On a GPU products are chosen by shape, and there is one shape.
         """
-        reference = self._probe(self.buckets.ragged[-1])
-        agreeing = [bucket for bucket in self.buckets.ragged[:-1] if self._same(reference, self._probe(bucket))]
-        kept = Buckets((), (*agreeing, self.buckets.ragged[-1]))
+        first, *others = self.buckets.ragged
+        if self.platform != "cpu":
+            return Buckets((), self.buckets.ragged[-1:])
+        reference = self._probe(first)
+        kept = Buckets((), (first, *(bucket for bucket in others if self._same(reference, self._probe(bucket)))))
         logger.info("deterministic: of the buckets %s, %s agree bitwise", self.buckets.ragged, kept.ragged)
         return kept
+
+    def _sizes_within(self, num_tokens: int) -> Sizes:
+        """The sizes, with no step larger than `num_tokens`."""
+        sizes = self.sizes
+        if sizes.max_num_seqs > num_tokens:
+            logger.warning("deterministic: max_num_seqs is %d instead of %d", num_tokens, sizes.max_num_seqs)
+        return dataclasses.replace(
+            sizes,
+            max_num_seqs=min(sizes.max_num_seqs, num_tokens),
+            max_num_batched_tokens=min(sizes.max_num_batched_tokens, num_tokens),
+        )
 
     @staticmethod
     def _same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
@@ -266,7 +285,8 @@ def temporary_bytes(config: ModelConfig, sizes: Sizes, *, dtype: str, platform: 
     cache = jax.eval_shape(lambda: init_kv_cache(config, 2, sizes.block_size, dtype, platform))
     state = jax.eval_shape(lambda: init_row_state(sizes.max_num_seqs, config.vocab_size))
     compiled = steps.prefill_step.lower(
-        abstract_params(config, dtype), cache, state, packer.padding_batch(), config=config, variant=Variant.FULL
+        abstract_params(config, dtype), cache, state, packer.padding_batch(), config=config, variant=Variant.FULL,
+        deterministic=False,
     ).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 

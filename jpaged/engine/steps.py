@@ -8,6 +8,8 @@ the variant.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ from jpaged.models.transformer import Params
 from jpaged.ops import attention_xla as attention
 from jpaged.ops.sampling import Variant, sample, token_logprobs
 
-_LOGPROB_CHUNK = 64  # prompt tokens whose logits exist at once
+_CHUNK = 64  # rows of logits that are computed at once, where there may be many or they must not depend on it
 
 
 @functools.partial(jax.jit, static_argnames=("config", "variant"), donate_argnames=("cache", "state"))
@@ -51,13 +53,22 @@ def decode_step(
     return pools.cache(), state, StepOutput(tokens=tokens, logprobs=logprobs, prompt_logprobs=None)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "variant"), donate_argnames=("cache", "state"))
+@functools.partial(
+    jax.jit, static_argnames=("config", "variant", "deterministic"), donate_argnames=("cache", "state")
+)
 def prefill_step(
-    params: Params, cache: KVCache, state: RowState, batch: RaggedBatch, *, config: ModelConfig, variant: Variant
+    params: Params,
+    cache: KVCache,
+    state: RowState,
+    batch: RaggedBatch,
+    *,
+    config: ModelConfig,
+    variant: Variant,
+    deterministic: bool,
 ) -> tuple[KVCache, RowState, StepOutput]:
     """Chunks of any mix of lengths: writes their K and V, draws where a sequence's last token is in."""
     hidden, cache = _prefill_hidden(params, cache, state, batch, config)
-    logits = transformer.logits(params, hidden[batch.sampled])
+    logits = _sampled_logits(params, hidden[batch.sampled], deterministic)
     tokens, logprobs, state = sample(logits, batch.rows, state, batch.sampling, variant)
     prompt = None
     if variant >= Variant.PROMPT:
@@ -69,9 +80,15 @@ def prefill_step(
 def probe_step(
     params: Params, cache: KVCache, state: RowState, batch: RaggedBatch, *, config: ModelConfig
 ) -> tuple[KVCache, jax.Array]:
-    """A prefill step that returns the logits [S, V] instead of sampling, for the bitwise self-test."""
+    """A deterministic prefill step that returns the logits [S, V], for the bitwise self-test."""
     hidden, cache = _prefill_hidden(params, cache, state, batch, config)
-    return cache, transformer.logits(params, hidden[batch.sampled])
+    return cache, _sampled_logits(params, hidden[batch.sampled], deterministic=True)
+
+
+def _sampled_logits(params: Params, hidden: jax.Array, deterministic: bool) -> jax.Array:
+    if not deterministic:
+        return transformer.logits(params, hidden)
+    return _by_chunks(lambda rows: transformer.logits(params, rows), hidden)
 
 
 def _prefill_hidden(
@@ -91,12 +108,21 @@ def _prefill_hidden(
 
 
 def _prompt_logprobs(params: Params, hidden: jax.Array, targets: jax.Array) -> Logprobs:
-    """Chunk by chunk: logits of all prompt tokens at once would not fit beside a large model."""
-    count = hidden.shape[0]
-    padding = -count % _LOGPROB_CHUNK
-    hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, _LOGPROB_CHUNK, hidden.shape[1])
-    targets = jnp.pad(targets, (0, padding)).reshape(-1, _LOGPROB_CHUNK)
-    chunks = lax.map(lambda x: token_logprobs(transformer.logits(params, x[0]), x[1]), (hidden, targets))
+    """Logits of all prompt tokens at once would not fit beside a large model."""
+    return _by_chunks(
+        lambda rows, ids: token_logprobs(transformer.logits(params, rows), ids), hidden, targets
+    )
+
+
+def _by_chunks(function: Callable[..., Any], *arrays: jax.Array) -> Any:
+    """`function` over chunks of `_CHUNK` rows, so that it always sees one shape."""
+    count = arrays[0].shape[0]
+
+    def cut(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, ((0, -count % _CHUNK),) + ((0, 0),) * (x.ndim - 1))
+        return x.reshape(-1, _CHUNK, *x.shape[1:])
+
+    chunks = lax.map(lambda rows: function(*rows), tuple(map(cut, arrays)))
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], chunks)
 
 

@@ -9,6 +9,8 @@ on nothing but the positions.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -18,6 +20,12 @@ from jpaged.kv_cache import from_storage
 
 CONTEXT_TILE = 128  # tokens of context per iteration
 QUERY_TILE = 16  # tokens of one sequence that share a gather of K and V
+
+# Query tiles that walk their contexts together. What an iteration touches then fits in a CPU's
+# cache, and a group stops at its own longest context. One size whatever the batch: so a row's
+# products have one shape.
+_GROUP_DECODE = 16
+_GROUP_PREFILL = 4
 
 _NEVER = -1e30  # initial maximum: finite, so that exp(-inf - _NEVER) is 0 and not NaN
 
@@ -153,31 +161,60 @@ def attend_tiles(
     Returns:
       float32 [B, Q, H, D].
     """
+    num_tiles, num_queries = positions.shape
+    size = _GROUP_DECODE if num_queries == 1 else _GROUP_PREFILL
+    tables = _pad_to_multiple(tables, 1, max(1, CONTEXT_TILE // k_pool.shape[2]), 0)
+
+    def grouped(x: jax.Array, fill: int) -> jax.Array:
+        x = _pad_to_multiple(x, 0, size, fill)
+        return x.reshape(-1, size, *x.shape[1:])
+
+    out = lax.map(
+        lambda group: _attend_group(
+            *group, k_pool, v_pool, dtype=dtype, window=window, soft_cap=soft_cap
+        ),
+        (grouped(q, 0), grouped(tables, 0), grouped(positions, -1)),
+    )
+    return out.reshape(-1, *q.shape[1:])[:num_tiles]
+
+
+def _attend_group(
+    q: jax.Array,
+    tables: jax.Array,
+    positions: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    *,
+    dtype: str,
+    window: int | None,
+    soft_cap: float | None,
+) -> jax.Array:
+    """`attend_tiles` of one group: q [B, Q, H, D], tables [B, M], positions [B, Q]."""
     B, Q, H, D = q.shape
     _, K, P, _ = k_pool.shape
     G = H // K
     tile_blocks = max(1, CONTEXT_TILE // P)
     tile_len = tile_blocks * P
-    tables = _pad_to_multiple(tables, tile_blocks)
     last = jnp.max(positions, axis=1)  # [B]
-    precision = lax.Precision.HIGHEST if dtype == "float32" else None
-
+    product = functools.partial(
+        jnp.einsum,
+        precision=lax.Precision.HIGHEST if dtype == "float32" else None,
+        preferred_element_type=jnp.float32,
+    )
     q = (q * D**-0.5).astype(dtype)
     q = q.reshape(B, Q, K, G, D).transpose(0, 2, 1, 3, 4).reshape(B, K, Q * G, D)
     row_position = jnp.repeat(positions, G, axis=1)  # [B, Q * G]
 
     def load(pool: jax.Array, tile: jax.Array) -> jax.Array:
-        ids = lax.dynamic_slice_in_dim(tables, tile * tile_blocks, tile_blocks, axis=1)  # [B, tile_blocks]
-        blocks = pool.at[ids].get(mode="promise_in_bounds")  # [B, tile_blocks, K, P, D]
-        return blocks.transpose(0, 2, 1, 3, 4).reshape(B, K, tile_len, D)
+        ids = lax.dynamic_slice_in_dim(tables, tile * tile_blocks, tile_blocks, axis=1)
+        return pool.at[ids].get(mode="promise_in_bounds")  # [B, tile_blocks, K, P, D]
 
     def step(tile: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple:
         top, total, acc = carry
         key_position = tile * tile_len + jnp.arange(tile_len, dtype=jnp.int32)  # [tile_len]
-        keys = from_storage(load(k_pool, tile), dtype)
-        scores = jnp.einsum(
-            "bkqd,bktd->bkqt", q, keys, precision=precision, preferred_element_type=jnp.float32
-        )
+        # Keys are turned while they are gathered: a product over the last axis of both is slow.
+        keys = load(k_pool, tile).transpose(0, 2, 4, 1, 3).reshape(B, K, D, tile_len)
+        scores = product("bkqd,bkdt->bkqt", q, from_storage(keys, dtype))
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         seen = key_position[None, None, :] <= row_position[:, :, None]  # [B, Q * G, tile_len]
@@ -187,21 +224,14 @@ def attend_tiles(
         new_top = jnp.maximum(top, jnp.max(scores, axis=-1))  # [B, K, Q * G]
         weights = jnp.exp(scores - new_top[..., None])
         keep = jnp.exp(top - new_top)
-        stored = load(v_pool, tile)
+        values = load(v_pool, tile).transpose(0, 2, 1, 3, 4).reshape(B, K, tile_len, D)
         written = key_position[None, :] <= last[:, None]  # [B, tile_len]
-        stored = jnp.where(written[:, None, :, None], stored, jnp.zeros((), stored.dtype))
-        values = from_storage(stored, dtype)
-        update = jnp.einsum(
-            "bkqt,bktd->bkqd",
-            weights.astype(dtype),
-            values,
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
+        values = jnp.where(written[:, None, :, None], values, jnp.zeros((), values.dtype))
+        update = product("bkqt,bktd->bkqd", weights.astype(dtype), from_storage(values, dtype))
         return new_top, total * keep + jnp.sum(weights, axis=-1), acc * keep[..., None] + update
 
     begin = 0 if window is None else jnp.maximum(_first_seen(positions, window), 0) // tile_len
-    end = jnp.max(last) // tile_len + 1
+    end = (jnp.max(last) + tile_len) // tile_len
     init = (
         jnp.full((B, K, Q * G), _NEVER, jnp.float32),
         jnp.zeros((B, K, Q * G), jnp.float32),
@@ -217,5 +247,7 @@ def _first_seen(positions: jax.Array, window: int) -> jax.Array:
     return jnp.min(jnp.where(positions >= 0, positions, jnp.iinfo(jnp.int32).max - window)) - window + 1
 
 
-def _pad_to_multiple(tables: jax.Array, multiple: int) -> jax.Array:
-    return jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % multiple)))
+def _pad_to_multiple(x: jax.Array, axis: int, multiple: int, fill: int) -> jax.Array:
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, -x.shape[axis] % multiple)
+    return jnp.pad(x, widths, constant_values=fill)

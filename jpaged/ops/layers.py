@@ -19,7 +19,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Root mean square normalization over the last axis, in float32. Zhang & Sennrich, 2019."""
     x = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
-    return x * scale * weight.astype(jnp.float32)
+    return x * scale * jnp.expand_dims(weight.astype(jnp.float32), tuple(range(x.ndim - 1)))
 
 
 def linear(x: jax.Array, w: jax.Array, b: jax.Array | None = None) -> jax.Array:
