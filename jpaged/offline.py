@@ -141,7 +141,7 @@ class BatchSummary:
       resumed_errors: how many of them are errors.
       prompt_tokens: of successful requests; counted once whatever `n` is.
       output_tokens: of successful requests, over all completions.
-      elapsed_s: seconds from the first line read to the last record written.
+      elapsed_s: seconds from start to end, with whatever the engine had to compile.
       interrupted: whether Ctrl-C ended it early.
       kv_blocks_peak: most KV blocks in use at once, if the engine tells.
       kv_waste: share of the allocated KV slots that held no token, if the engine tells.
@@ -173,7 +173,7 @@ class BatchSummary:
             f"requests         {self.requests} ({self.errors} errors)",
             f"prompt tokens    {self.prompt_tokens}",
             f"output tokens    {self.output_tokens}",
-            f"elapsed          {self.elapsed_s:.2f} s",
+            f"elapsed          {self.elapsed_s:.2f} s (compilation included)",
             f"output tokens/s  {self.output_tokens_per_s:.1f}",
         ]
         if self.resumed:

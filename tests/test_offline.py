@@ -859,6 +859,6 @@ def test_the_summary_counts_rates_from_what_was_produced():
         "requests         3 (1 errors)",
         "prompt tokens    100",
         "output tokens    50",
-        "elapsed          2.00 s",
+        "elapsed          2.00 s (compilation included)",
         "output tokens/s  25.0",
     ]
