@@ -165,11 +165,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     ),
     "qwen2": dict(
         tie_word_embeddings=False, rope_theta=10000.0, max_position_embeddings=32768, attention_bias=True,
-        rms_norm_eps=1e-6, sliding_window=4096, use_sliding_window=False, eos_token_id=None, bos_token_id=None,
+        rms_norm_eps=1e-6, sliding_window=4096, use_sliding_window=False, eos_token_id=None,
+        bos_token_id=None,
     ),
     "qwen3": dict(
         tie_word_embeddings=False, rope_theta=10000.0, max_position_embeddings=32768, attention_bias=False,
-        rms_norm_eps=1e-6, sliding_window=4096, use_sliding_window=False, eos_token_id=None, bos_token_id=None,
+        rms_norm_eps=1e-6, sliding_window=4096, use_sliding_window=False, eos_token_id=None,
+        bos_token_id=None,
     ),
 }  # fmt: skip
 
@@ -246,7 +248,9 @@ def _refuse_unsupported(hf: dict[str, Any], architecture: str) -> None:
         if hf.get(name) is not None:
             raise ValueError(f"{architecture} with {name}={hf[name]!r} is not supported")
     if hf.get("partial_rotary_factor", 1.0) not in (None, 1.0):
-        raise ValueError(f"partial_rotary_factor={hf['partial_rotary_factor']!r} is not supported; supported: 1.0")
+        raise ValueError(
+            f"partial_rotary_factor={hf['partial_rotary_factor']!r} is not supported; supported: 1.0"
+        )
     if hf.get("auto_map"):
         raise ValueError("config.json has auto_map (remote code), which is never run")
 
@@ -315,7 +319,7 @@ def _rope(hf: dict[str, Any], default_theta: float, max_position: int, architect
         factor = factor or max_position / original
     floats = {name: float(scaling[name]) for name in _ROPE_FLOATS if scaling.get(name) is not None}
     return RopeConfig(
-        kind=kind,
+        kind=kind,  # type: ignore[arg-type]
         theta=float(theta),
         factor=float(factor or 1.0),
         original_max_position=int(original),
@@ -389,4 +393,6 @@ class EngineConfig:
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1]")
         if self.attention_backend not in ATTENTION_BACKENDS:
-            raise ValueError(f"attention_backend={self.attention_backend!r} must be one of {ATTENTION_BACKENDS}")
+            raise ValueError(
+                f"attention_backend={self.attention_backend!r} must be one of {ATTENTION_BACKENDS}"
+            )

@@ -6,6 +6,8 @@ host (`scheduling.kv_manager`).
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -33,7 +35,9 @@ def storage_dtype(dtype: str, platform: str) -> jnp.dtype:
     return jnp.dtype(jnp.uint16) if platform == "cpu" and value.itemsize == 2 else value
 
 
-def init_kv_cache(config: ModelConfig, num_blocks: int, block_size: int, dtype: str, platform: str) -> KVCache:
+def init_kv_cache(
+    config: ModelConfig, num_blocks: int, block_size: int, dtype: str, platform: str
+) -> KVCache:
     """Zeroed pools of `num_blocks` blocks, the null block included."""
     shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
     stored = storage_dtype(dtype, platform)
@@ -86,4 +90,4 @@ def copy_blocks(cache: KVCache, source: jax.Array, target: jax.Array) -> KVCache
     def copy(pool: jax.Array) -> jax.Array:
         return pool.at[target].set(pool[source], mode="promise_in_bounds")
 
-    return cache.replace(k=tuple(map(copy, cache.k)), v=tuple(map(copy, cache.v)))
+    return dataclasses.replace(cache, k=tuple(map(copy, cache.k)), v=tuple(map(copy, cache.v)))

@@ -84,7 +84,7 @@ class LLM:
         Raises:
           ValueError: an argument or the model is not supported; the message names it.
         """
-        options = dict(
+        options: dict[str, Any] = dict(
             dtype=dtype,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -98,7 +98,7 @@ class LLM:
             overlap=overlap,
             seed=seed,
         )
-        EngineConfig(**options)  # type: ignore[arg-type]  # wrong options are told before weights are read
+        EngineConfig(**options)  # wrong options are told before weights are read
         if (model is None) == (params is None) or (params is None) != (config is None):
             raise ValueError("give either model, or both config and params")
         if isinstance(tokenizer, (str, os.PathLike)):
@@ -122,7 +122,7 @@ class LLM:
     # -- prompts ------------------------------------------------------------------------------
 
     def encode_prompt(self, prompt: Prompt) -> EncodedPrompt:
-        """Ids of a prompt: a string, ids, `{"prompt": ...}`, `{"prompt_token_ids": ...}` or `{"messages": ...}`.
+        """Ids of a prompt: a string, ids, or a mapping with `prompt`, `prompt_token_ids` or `messages`.
 
         A string is tokenized as the tokenizer does by default, with a beginning-of-sequence id if
         it adds one. Ids are taken as they are.
@@ -142,10 +142,12 @@ class LLM:
             if keys[0] == "messages":
                 return self.encode_chat(value)
             if isinstance(value, str) != (keys[0] == "prompt"):
-                raise ValueError(f"{keys[0]}={value!r} must be {'a string' if keys[0] == 'prompt' else 'token ids'}")
+                raise ValueError(
+                    f"{keys[0]}={value!r} must be {'a string' if keys[0] == 'prompt' else 'token ids'}"
+                )
             return self.encode_prompt(value)
         if isinstance(prompt, Sequence) or hasattr(prompt, "tolist"):
-            return EncodedPrompt(None, list(prompt))
+            return EncodedPrompt(None, list(prompt))  # type: ignore[arg-type]  # checked by the engine
         raise ValueError(f"prompt={prompt!r} must be a string, token ids, or a mapping that holds them")
 
     def encode_chat(self, messages: Sequence[Message]) -> EncodedPrompt:
@@ -207,7 +209,9 @@ class LLM:
         else:
             params = list(sampling_params)
             if len(params) != len(items):
-                raise ValueError(f"{len(params)} sampling_params for {len(items)} prompts; give one, or one for each")
+                raise ValueError(
+                    f"{len(params)} sampling_params for {len(items)} prompts; give one, or one for each"
+                )
         return self._run(items, params, use_tqdm=use_tqdm)
 
     def chat(
@@ -267,7 +271,9 @@ class LLM:
 
     # -- sharing the engine -------------------------------------------------------------------
 
-    def _run(self, items: list[Prompt], params: list[SamplingParams], *, use_tqdm: bool) -> list[RequestOutput]:
+    def _run(
+        self, items: list[Prompt], params: list[SamplingParams], *, use_tqdm: bool
+    ) -> list[RequestOutput]:
         outputs: list[RequestOutput | None] = [None] * len(items)
         ids: dict[str, int] = {}
         try:

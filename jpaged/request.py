@@ -83,9 +83,9 @@ class Request:
     """
 
     __slots__ = (
-        "arrival", "block_ids", "cache_salt", "finish_reason", "index", "max_total_tokens", "num_cached_tokens",
-        "num_pending", "num_preemptions", "num_prompt_tokens", "num_scheduled", "params", "parent_id", "request_id",
-        "row", "seed", "status", "stop_ids", "stop_reason", "token_ids",
+        "arrival", "block_ids", "cache_salt", "finish_reason", "index", "max_total_tokens",
+        "num_cached_tokens", "num_pending", "num_preemptions", "num_prompt_tokens", "num_scheduled",
+        "params", "parent_id", "request_id", "row", "seed", "status", "stop_ids", "stop_reason", "token_ids",
     )  # fmt: skip
 
     def __init__(

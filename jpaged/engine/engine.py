@@ -88,7 +88,9 @@ class Engine:
             )
             self.sizes = runner.sizes
         else:
-            self.sizes = resolve_sizes(config, self.options, dtype=config.dtype, platform="cpu", pool_bytes=None)
+            self.sizes = resolve_sizes(
+                config, self.options, dtype=config.dtype, platform="cpu", pool_bytes=None
+            )
         self.runner = runner
         self.scheduler = self._new_scheduler()
         self._in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()
@@ -153,11 +155,13 @@ class Engine:
         eos = () if params.ignore_eos else self.config.eos_token_ids
         stop_ids = frozenset(eos) | frozenset(params.stop_token_ids)
         if len(stop_ids) > MAX_STOP_IDS:
-            raise ValueError(f"stop_token_ids and the model's own are {len(stop_ids)}, at most {MAX_STOP_IDS}")
+            raise ValueError(
+                f"stop_token_ids and the model's own are {len(stop_ids)}, at most {MAX_STOP_IDS}"
+            )
         seed = params.seed if params.seed is not None else _derived_seed(self.options.seed, self._num_added)
         longest = self.sizes.max_model_len
         if params.max_tokens is not None:
-            # A token that is wanted by nobody is sampled for max_tokens=0: the prompt is computed all the same.
+            # max_tokens=0 computes the prompt all the same, and samples a token that nobody gets.
             longest = min(longest, len(group.prompt_token_ids) + max(params.max_tokens, 1))
         return Request(
             f"{group.request_id}/{index}/{self._num_added}",
@@ -179,8 +183,8 @@ class Engine:
         if len(ids) > longest:
             capacity = self.scheduler.kv.capacity
             raise ValueError(
-                f"the prompt has {len(ids)} tokens, at most {longest} fit: max_model_len={self.sizes.max_model_len} "
-                f"holds prompt and output (the KV cache holds {capacity} tokens)"
+                f"the prompt has {len(ids)} tokens, at most {longest} fit: "
+                f"max_model_len={self.sizes.max_model_len} holds prompt and output (the KV cache holds {capacity} tokens)"
             )
         return ids
 
@@ -195,7 +199,9 @@ class Engine:
             for text in dict.fromkeys((word, f" {word.lstrip()}")):
                 ids = self.tokenizer.encode(text, add_special_tokens=False)
                 if len(ids) > MAX_BAD_WORD_TOKENS:
-                    raise ValueError(f"bad_words: {word!r} is {len(ids)} tokens, at most {MAX_BAD_WORD_TOKENS}")
+                    raise ValueError(
+                        f"bad_words: {word!r} is {len(ids)} tokens, at most {MAX_BAD_WORD_TOKENS}"
+                    )
                 if ids and ids not in found:
                     found.append(ids)
         if len(found) > MAX_BAD_WORDS:

@@ -69,7 +69,9 @@ class SequenceOutput:
     def add_logprobs(self, token: int, values: TokenLogprobs) -> None:
         self.cumulative_logprob += values.logprob
         if self.logprobs is not None:
-            self.logprobs.append(logprob_dict(token, values, self.request.params.logprobs or 0, self._decoder))
+            self.logprobs.append(
+                logprob_dict(token, values, self.request.params.logprobs or 0, self._decoder)
+            )
 
     def snapshot(self) -> CompletionOutput:
         """A copy of what there is so far."""

@@ -105,7 +105,9 @@ class PackedStep:
 class Packer:
     """Fills batches. Holds per-row arrays of `max_num_seqs` rows and the dump row after them."""
 
-    def __init__(self, buckets: Buckets, *, max_num_seqs: int, table_width: int, block_size: int, vocab_size: int):
+    def __init__(
+        self, buckets: Buckets, *, max_num_seqs: int, table_width: int, block_size: int, vocab_size: int
+    ):
         self.buckets = buckets
         self.dump_row = max_num_seqs
         self._block_size = block_size
@@ -204,7 +206,7 @@ class Packer:
         ints = self._ints[rows]
         ints[:, 4] = positions
         ints[:, 5] |= np.where(positions < self._hold_until[rows], FLAG_HOLD_STOP, 0)
-        return SamplingBatch(floats=self._floats[rows], ints=ints)  # type: ignore[arg-type]
+        return SamplingBatch(floats=self._floats[rows], ints=ints)
 
     # -- batches ------------------------------------------------------------------------------
 
@@ -224,7 +226,7 @@ class Packer:
             context_lens=context_lens,
             tables=tables,
             sampling=self._sampling(rows, context_lens),
-        )  # type: ignore[arg-type]
+        )
 
     def _ragged_batch(self, sequences: tuple[ScheduledSequence, ...]) -> RaggedBatch:
         count = len(sequences)
@@ -245,13 +247,9 @@ class Packer:
         positions[:total] = np.arange(total) - query_start[owner] + starts[owner]
         tables = self._tables[seq_rows]
         slots = np.zeros(num_tokens, np.int32)
-        slots[:total] = self._slots(
-            tables[owner, positions[:total] // self._block_size], positions[:total]
-        )
+        slots[:total] = self._slots(tables[owner, positions[:total] // self._block_size], positions[:total])
         token_ids = np.zeros(num_tokens, np.int32)
-        token_ids[:total] = [
-            token for s in sequences for token in s.token_ids or (FROM_DEVICE,)
-        ]
+        token_ids[:total] = [token for s in sequences for token in s.token_ids or (FROM_DEVICE,)]
         token_rows = np.full(num_tokens, self.dump_row, np.int32)
         token_rows[:total] = seq_rows[owner]
         targets = np.zeros(num_tokens, np.int32)
@@ -274,7 +272,7 @@ class Packer:
             sampled=sampled,
             targets=targets,
             sampling=self._sampling(rows, context_lens),
-        )  # type: ignore[arg-type]
+        )
 
     def _slots(self, blocks: np.ndarray, positions: np.ndarray) -> np.ndarray:
         return blocks * self._block_size + positions % self._block_size
@@ -314,6 +312,6 @@ def _bit_set(ids: np.ndarray, size: int) -> np.ndarray:
 
 
 def _padded(values: list, size: int, fill: int, dtype: type) -> np.ndarray:
-    array = np.full(size, fill, dtype)
+    array: np.ndarray = np.full(size, fill, dtype)
     array[: len(values)] = values
     return array

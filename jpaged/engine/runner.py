@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import logging
 from typing import Any, Protocol
@@ -138,13 +137,13 @@ class ModelRunner:
         self.state = steps.set_row(self.state, np.int32(values.pop("row")), values)
 
     def _dispatch(self, batch: Any, variant: Variant) -> StepOutput:
+        arguments = (self.params, self.cache, self.state, batch)
+        static = dict(config=self.config, variant=variant)
         if isinstance(batch, RaggedBatch):
-            step = functools.partial(steps.prefill_step, deterministic=self.deterministic)
+            done = steps.prefill_step(*arguments, **static, deterministic=self.deterministic)
         else:
-            step = steps.decode_step
-        self.cache, self.state, output = step(
-            self.params, self.cache, self.state, batch, config=self.config, variant=variant
-        )
+            done = steps.decode_step(*arguments, **static)
+        self.cache, self.state, output = done
         return output
 
     # -- warm-up ------------------------------------------------------------------------------
@@ -177,7 +176,9 @@ class ModelRunner:
         if self.platform != "cpu":
             return Buckets((), self.buckets.ragged[-1:])
         reference = self._probe(first)
-        kept = Buckets((), (first, *(bucket for bucket in others if self._same(reference, self._probe(bucket)))))
+        kept = Buckets(
+            (), (first, *(bucket for bucket in others if self._same(reference, self._probe(bucket))))
+        )
         logger.info("deterministic: of the buckets %s, %s agree bitwise", self.buckets.ragged, kept.ragged)
         return kept
 
@@ -262,8 +263,8 @@ class DeviceHandle:
 
 
 _FAILURES = {
-    NON_FINITE: "the model's logits were not finite (NaN or infinity): the weights or the dtype's range are at fault",
-    NO_CANDIDATE: "no token could be sampled: allowed_token_ids, bad_words, logit_bias and min_tokens mask all",
+    NON_FINITE: "the logits were not finite (NaN or infinity): the weights or the dtype's range are at fault",
+    NO_CANDIDATE: "no token could be sampled: allowed_token_ids, bad_words and min_tokens mask all of them",
 }
 
 
@@ -285,10 +286,17 @@ def temporary_bytes(config: ModelConfig, sizes: Sizes, *, dtype: str, platform: 
     cache = jax.eval_shape(lambda: init_kv_cache(config, 2, sizes.block_size, dtype, platform))
     state = jax.eval_shape(lambda: init_row_state(sizes.max_num_seqs, config.vocab_size))
     compiled = steps.prefill_step.lower(
-        abstract_params(config, dtype), cache, state, packer.padding_batch(), config=config, variant=Variant.FULL,
+        abstract_params(config, dtype),
+        cache,
+        state,
+        packer.padding_batch(),
+        config=config,
+        variant=Variant.FULL,
         deterministic=False,
     ).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+    analysis = compiled.memory_analysis()
+    assert analysis is not None, "the compiler does not tell the program's memory"
+    return analysis.temp_size_in_bytes
 
 
 def cast_params(params: Params, dtype: str) -> Params:

@@ -57,7 +57,9 @@ def resolve_sizes(
         )
     longest = model.max_supported_len
     if engine.max_model_len is not None and engine.max_model_len > longest:
-        raise ValueError(f"max_model_len={engine.max_model_len} must be at most {longest}, the model's own limit")
+        raise ValueError(
+            f"max_model_len={engine.max_model_len} must be at most {longest}, the model's own limit"
+        )
     max_model_len = engine.max_model_len or longest
     block_bytes = bytes_per_block(model, engine.block_size, dtype)
     blocks = _num_blocks(engine, max_model_len, max_num_seqs, block_bytes, pool_bytes)

@@ -7,6 +7,7 @@ the variant.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +29,13 @@ _CHUNK = 64  # rows of logits that are computed at once, where there may be many
 
 @functools.partial(jax.jit, static_argnames=("config", "variant"), donate_argnames=("cache", "state"))
 def decode_step(
-    params: Params, cache: KVCache, state: RowState, batch: DecodeBatch, *, config: ModelConfig, variant: Variant
+    params: Params,
+    cache: KVCache,
+    state: RowState,
+    batch: DecodeBatch,
+    *,
+    config: ModelConfig,
+    variant: Variant,
 ) -> tuple[KVCache, RowState, StepOutput]:
     """One token of each sequence: writes its K and V, draws the next."""
     pools = _Pools(cache)
@@ -139,10 +146,12 @@ class _Pools:
         return written
 
     def cache(self) -> KVCache:
-        return self._cache.replace(k=tuple(self._k), v=tuple(self._v))
+        return dataclasses.replace(self._cache, k=tuple(self._k), v=tuple(self._v))
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 def set_row(state: RowState, row: jax.Array, values: dict[str, jax.Array]) -> RowState:
     """Writes one row of the named fields."""
-    return state.replace(**{name: getattr(state, name).at[row].set(value) for name, value in values.items()})
+    return dataclasses.replace(
+        state, **{name: getattr(state, name).at[row].set(value) for name, value in values.items()}
+    )

@@ -8,6 +8,7 @@ schedules or sampling.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +56,7 @@ def abstract_params(config: ModelConfig, dtype: jnp.dtype | str | None = None) -
     E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
     qkv = config.num_kv_heads * (config.group_size + 2) * D
 
-    def spec(*shape: int) -> jax.ShapeDtypeStruct:
+    def spec(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     layer = LayerParams(
@@ -71,13 +72,13 @@ def abstract_params(config: ModelConfig, dtype: jnp.dtype | str | None = None) -
         b_gate_up=spec(2 * F) if config.mlp_bias else None,
         w_down=spec(F, E),
         b_down=spec(E) if config.mlp_bias else None,
-    )  # type: ignore[arg-type]
+    )
     return Params(
         embed=spec(config.vocab_size, E),
         layers=(layer,) * config.num_layers,
         final_norm=spec(E),
         lm_head=None if config.tie_word_embeddings else spec(config.vocab_size, E),
-    )  # type: ignore[arg-type]
+    )
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype | str | None = None) -> Params:
@@ -127,7 +128,7 @@ def forward(
         qkv = qkv.reshape(-1, K, G + 2, D)
         q = qkv[:, :, :G].reshape(-1, K * G, D)
         k, v = qkv[:, :, G], qkv[:, :, G + 1]
-        if layer.q_norm is not None:
+        if layer.q_norm is not None and layer.k_norm is not None:
             q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
         out = attend(index, apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
         x = x + linear(out.reshape(-1, K * G * D), layer.wo, layer.bo)

@@ -65,7 +65,9 @@ def query_tiles(query_start: jax.Array, context_lens: jax.Array, num_tokens: int
     tile = jnp.arange(num_tiles, dtype=jnp.int32)
     sequence = jnp.sum(end_tile[None, :] <= tile[:, None], axis=1)  # [B]
     sequence = jnp.minimum(sequence, num_seqs - 1).astype(jnp.int32)
-    offset = (tile - first_tile[sequence])[:, None] * QUERY_TILE + jnp.arange(QUERY_TILE, dtype=jnp.int32)[None, :]
+    offset = (tile - first_tile[sequence])[:, None] * QUERY_TILE + jnp.arange(QUERY_TILE, dtype=jnp.int32)[
+        None, :
+    ]
     real = offset < lens[sequence][:, None]  # [B, Q]
     token = jnp.where(real, query_start[sequence][:, None] + offset, 0)
     position = jnp.where(real, (context_lens - lens)[sequence][:, None] + offset, -1)
@@ -171,7 +173,7 @@ def attend_tiles(
 
     out = lax.map(
         lambda group: _attend_group(
-            *group, k_pool, v_pool, dtype=dtype, window=window, soft_cap=soft_cap
+            group[0], group[1], group[2], k_pool, v_pool, dtype=dtype, window=window, soft_cap=soft_cap
         ),
         (grouped(q, 0), grouped(tables, 0), grouped(positions, -1)),
     )

@@ -82,11 +82,7 @@ def _yarn_frequencies(rope: RopeConfig, inv_freq: np.ndarray, head_dim: int) -> 
     """Dimensions that turn often are kept, those that turn rarely interpolated, a ramp between."""
 
     def dimension(turns: float) -> float:
-        return (
-            head_dim
-            * np.log(rope.original_max_position / (turns * 2 * np.pi))
-            / (2 * np.log(rope.theta))
-        )
+        return head_dim * np.log(rope.original_max_position / (turns * 2 * np.pi)) / (2 * np.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:

@@ -7,6 +7,7 @@ number: it inverts the cumulative distribution, in two levels.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 
 import jax
@@ -144,13 +145,14 @@ def _apply_penalties(logits: jax.Array, rows: jax.Array, state: RowState, batch:
 def _note(
     tokens: jax.Array, rows: jax.Array, state: RowState, batch: SamplingBatch, variant: Variant
 ) -> RowState:
-    state = state.replace(last_token=state.last_token.at[rows].set(tokens))
+    state = dataclasses.replace(state, last_token=state.last_token.at[rows].set(tokens))
     if variant < Variant.FULL:
         return state
     dump = state.last_token.shape[0] - 1
     counted = jnp.where(_has(batch, FLAG_PENALTIES), rows, dump)
     recent = jnp.concatenate([state.recent[rows][:, 1:], tokens[:, None]], axis=1)
-    return state.replace(
+    return dataclasses.replace(
+        state,
         output_counts=state.output_counts.at[counted, tokens].add(1),
         recent=state.recent.at[rows].set(recent),
     )
@@ -196,7 +198,9 @@ def _top_p_cut(scaled: jax.Array, candidates: jax.Array, cut: jax.Array, top_p: 
     reached = jnp.cumsum(mass(candidates, cut), axis=-1) >= wanted[:, None]  # [S, C]
     is_off, is_near = top_p >= 1, reached[:, -1]
     first = jnp.sum(~reached, axis=-1)
-    near = jnp.take_along_axis(candidates, jnp.minimum(first, candidates.shape[-1] - 1)[:, None], axis=-1)[:, 0]
+    near = jnp.take_along_axis(candidates, jnp.minimum(first, candidates.shape[-1] - 1)[:, None], axis=-1)[
+        :, 0
+    ]
 
     def search() -> jax.Array:
         def holds(lowest: jax.Array) -> jax.Array:

@@ -5,9 +5,10 @@ Plain data goes out (`ScheduledStep`) and comes back (sampled ids); a step may b
 the ids of the one before it are known.
 
 Policy. Every running sequence that decodes gets its token. Of what is left of the step's token
-budget, half goes to prefills under way, oldest first; the other half to new requests in order of
-arrival; what remains to prefills under way again. So a long prompt never keeps short ones out for
-longer than it takes to admit those before them, and always advances itself. When blocks run out,
+budget, half goes to prefills under way, oldest first; the other half to those that it completes,
+then to new requests in order of arrival; what remains to prefills under way again. So a long prompt
+always advances, and never keeps short ones out for longer than it takes to admit those before them
+and to compute them at half the budget a step. When blocks run out,
 the newest running request is preempted: it gives up its blocks and is computed again later. The
 oldest is never preempted while another runs, so it always progresses.
 """
@@ -180,6 +181,7 @@ class Scheduler:
         self._grant_decodes(grants)
         budget = self.max_num_batched_tokens - len(grants)
         budget -= self._grant_prefills(grants, (budget + 1) // 2)
+        budget -= self._grant_prefills(grants, budget, only_if_completed=True)
         budget -= self._admit(grants, admitted, budget)
         self._grant_prefills(grants, budget)
         if not grants:
@@ -204,7 +206,9 @@ class Scheduler:
                 if self._make_room(request, request.num_scheduled + 1, grants):
                     grants[request] = 1
 
-    def _grant_prefills(self, grants: dict[Request, int], budget: int) -> int:
+    def _grant_prefills(
+        self, grants: dict[Request, int], budget: int, *, only_if_completed: bool = False
+    ) -> int:
         """Gives prefills under way up to `budget` more tokens, oldest first; returns how many."""
         left = budget
         for request in list(self.running):
@@ -213,7 +217,10 @@ class Scheduler:
             if request.row is None or self._decodes(request):
                 continue
             have = grants.get(request, 0)
-            count = min(self._todo(request) - have, left)
+            todo = self._todo(request) - have
+            if only_if_completed and todo > left:
+                continue
+            count = min(todo, left)
             if count > 0 and self._make_room(request, request.num_scheduled + have + count, grants):
                 grants[request] = have + count
                 left -= count
@@ -354,7 +361,7 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Proves that rows, tables and pool agree; for tests."""
         self.kv.check_invariants(self.requests())
-        rows = [request.row for request in self.running]
+        rows = [request.row for request in self.running if request.row is not None]
         assert sorted(rows + self._free_rows) == list(range(len(rows) + len(self._free_rows)))
         assert [r.arrival for r in self.running] == sorted(r.arrival for r in self.running)
         for request in self.requests():

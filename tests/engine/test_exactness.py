@@ -8,8 +8,8 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-
 from conftest import tiny_config, tiny_params
+
 from jpaged.engine.engine import Engine
 from jpaged.request import RequestOutput
 from jpaged.sampling_params import SamplingParams
@@ -131,7 +131,9 @@ def test_sliding_windows_change_no_id_under_any_schedule(prompts, window):
     params = tiny_params(config)
     alone = engine_of(config, params, max_num_seqs=1, max_num_batched_tokens=160)
     expected = [ids(run(alone, [prompt]))[0] for prompt in prompts]
-    assert ids(run(engine_of(config, params, num_kv_blocks=16, max_num_batched_tokens=16), prompts)) == expected
+    assert (
+        ids(run(engine_of(config, params, num_kv_blocks=16, max_num_batched_tokens=16), prompts)) == expected
+    )
 
 
 def poison(engine: Engine, value: float = np.nan) -> None:
