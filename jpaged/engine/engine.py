@@ -183,8 +183,8 @@ class Engine:
         if len(ids) > longest:
             capacity = self.scheduler.kv.capacity
             raise ValueError(
-                f"the prompt has {len(ids)} tokens, at most {longest} fit: "
-                f"max_model_len={self.sizes.max_model_len} holds prompt and output (the KV cache holds {capacity} tokens)"
+                f"the prompt has {len(ids)} tokens, at most {longest} fit: prompt and output share "
+                f"max_model_len={self.sizes.max_model_len} (the KV cache holds {capacity} tokens)"
             )
         return ids
 
