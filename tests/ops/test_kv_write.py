@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-
 from conftest import tiny_config
+
 from jpaged.kv_cache import KVCache, bytes_per_block, copy_blocks, init_kv_cache, storage_dtype, write_kv
 
 N, K, P, D = 9, 2, 4, 6
@@ -81,7 +81,8 @@ def test_pools_that_are_not_donated_are_copied():
     pool = jax.ShapeDtypeStruct(shape, jnp.float32)
     new = jax.ShapeDtypeStruct((3, K, D), jnp.float32)
     slots = jax.ShapeDtypeStruct((3,), jnp.int32)
-    compiled = jax.jit(write_kv, static_argnames="dtype").lower(pool, pool, new, new, slots, dtype="float32").compile()
+    plain = jax.jit(write_kv, static_argnames="dtype")
+    compiled = plain.lower(pool, pool, new, new, slots, dtype="float32").compile()
     assert compiled.memory_analysis().alias_size_in_bytes == 0
     assert pool_copies(compiled.as_text(), shape)
 
