@@ -84,8 +84,8 @@ def run(llm: LLM, requests: list) -> dict:
         "total_tokens_per_s": round((prompt_tokens + output_tokens) / elapsed, 2),
         "kv_waste": round(stats["kv_waste"], 5),
         "kv_blocks_peak": stats["kv_blocks_peak"],
-        "preemptions": stats["preemptions"],
-        "steps": stats["steps"],
+        "preemptions": stats["num_preemptions"],
+        "steps": stats["num_steps"],
         "compiles_timed": compilations.count - compiled,
     }
 

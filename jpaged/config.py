@@ -338,8 +338,13 @@ _ROPE_FLOATS = (
 # Engine
 
 
-AttentionBackend = Literal["auto", "xla"]
-ATTENTION_BACKENDS: tuple[str, ...] = ("auto", "xla")
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "dtype": ("auto", *DTYPES),
+    "attention_backend": ("auto", "xla"),
+    "prefix_cache": ("radix", "hash", "off"),
+    "eviction_policy": ("lru", "lfu", "fifo"),
+    "schedule_policy": ("fcfs", "lpm", "dfs"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,6 +362,11 @@ class EngineConfig:
       kv_cache_memory_bytes: size of the pool when `num_kv_blocks` is not given. On a CPU the
         default is the smaller of 2 GiB and what `max_num_seqs` sequences of `max_model_len` need.
       gpu_memory_utilization: share of the GPU's memory that weights, temporaries and pool may use.
+      prefix_cache: `radix` finds the longest cached prefix to the token, `hash` to the block, `off`
+        computes every prompt.
+      eviction_policy: which unused cached blocks go first: `lru`, `lfu` or `fifo`.
+      schedule_policy: who is admitted first: `fcfs` by arrival, `lpm` with the longest cached prefix,
+        `dfs` depth first over the tree of the waiting prompts.
       deterministic: bitwise equal results whatever runs beside a request; see
         `docs/architecture.md` for what it costs.
       overlap: dispatch the next step before the tokens of this one are read; results are the same.
@@ -371,14 +381,18 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
-    attention_backend: AttentionBackend = "auto"
+    attention_backend: Literal["auto", "xla"] = "auto"
+    prefix_cache: Literal["radix", "hash", "off"] = "radix"
+    eviction_policy: Literal["lru", "lfu", "fifo"] = "lru"
+    schedule_policy: Literal["fcfs", "lpm", "dfs"] = "fcfs"
     deterministic: bool = False
     overlap: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("auto", *DTYPES):
-            raise ValueError(f"dtype={self.dtype!r} must be one of {('auto', *DTYPES)}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {choices}")
         for name in (
             "max_model_len",
             "max_num_seqs",
@@ -392,7 +406,3 @@ class EngineConfig:
         check_int("seed", self.seed, low=0, high=2**63 - 1)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1]")
-        if self.attention_backend not in ATTENTION_BACKENDS:
-            raise ValueError(
-                f"attention_backend={self.attention_backend!r} must be one of {ATTENTION_BACKENDS}"
-            )

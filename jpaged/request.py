@@ -79,13 +79,16 @@ class Request:
 
     Counts of tokens: `num_tokens` known ids, then `num_pending` sampled ids that are still on the
     device. `num_scheduled` tokens, from the start, have been given to the device; their KV may
-    be read by any later step. A step computes tokens `[num_scheduled, num_scheduled + n)`.
+    be read by any later step. A step computes tokens `[num_scheduled, num_scheduled + n)`. The first
+    `num_committed` blocks of `block_ids` are known to the prefix cache. Entries of `block_ids` from
+    `table_changed` on have changed since the device was told.
     """
 
     __slots__ = (
-        "arrival", "block_ids", "cache_salt", "finish_reason", "index", "max_total_tokens",
-        "num_cached_tokens", "num_pending", "num_preemptions", "num_prompt_tokens", "num_scheduled",
-        "params", "parent_id", "request_id", "row", "seed", "status", "stop_ids", "stop_reason", "token_ids",
+        "arrival", "block_ids", "cache_salt", "finish_reason", "fork_parent", "index", "max_total_tokens",
+        "num_cached_tokens", "num_committed", "num_pending", "num_preemptions", "num_prompt_tokens",
+        "num_scheduled", "params", "parent_id", "pause_at", "request_id", "row", "seed", "status",
+        "stop_ids", "stop_reason", "table_changed", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -125,9 +128,13 @@ class Request:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_scheduled = 0
         self.num_pending = 0
+        self.num_committed = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.block_ids: list[int] = []
+        self.table_changed = 0
+        self.fork_parent: Request | None = None
+        self.pause_at: int | None = None  # known tokens at which it waits, neither running on nor ended
         self.row: int | None = None
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
@@ -136,7 +143,7 @@ class Request:
     def reset(self) -> None:
         """Back to waiting, owning nothing, with all its known tokens: they are computed again."""
         self.block_ids.clear()
-        self.num_scheduled = self.num_pending = 0
+        self.num_scheduled = self.num_pending = self.num_committed = 0
         self.row = None
         self.status = RequestStatus.WAITING
 

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from jpaged.batch import MAX_STOP_IDS
-from jpaged.config import EngineConfig, ModelConfig
+from jpaged.config import EngineConfig, ModelConfig, check_int
 from jpaged.engine.outputs import RequestGroup, SequenceOutput, logprob_dict, new_metrics, tokenizer_decoder
 from jpaged.engine.runner import (
     ModelRunner,
@@ -33,7 +33,7 @@ from jpaged.models.transformer import Params
 from jpaged.ops.sampling import Variant
 from jpaged.request import FinishReason, Request, RequestOutput
 from jpaged.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
-from jpaged.scheduling.kv_manager import KVManager
+from jpaged.scheduling.kv_manager import KVManager, KVStats
 from jpaged.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerStats
 
 logger = logging.getLogger(__name__)
@@ -101,9 +101,15 @@ class Engine:
 
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(
-            KVManager(self.sizes.num_kv_blocks, self.sizes.block_size),
+            KVManager(
+                self.sizes.num_kv_blocks,
+                self.sizes.block_size,
+                prefix_cache=self.options.prefix_cache,
+                eviction_policy=self.options.eviction_policy,
+            ),
             max_num_seqs=self.sizes.max_num_seqs,
             max_num_batched_tokens=self.sizes.max_num_batched_tokens,
+            policy=self.options.schedule_policy,
         )
 
     # -- requests -----------------------------------------------------------------------------
@@ -116,12 +122,14 @@ class Engine:
         request_id: str | None = None,
         prompt: str | None = None,
         stream: bool = True,
+        cache_salt: str | None = None,
     ) -> str:
         """Queues a request.
 
         Args:
           request_id: must not be in use; made up if `None`.
           prompt: text to hand back with the output.
+          cache_salt: requests with different salts share no cached prefix.
           stream: `False` reports the request once, when it has finished.
 
         Returns:
@@ -139,19 +147,24 @@ class Engine:
         if request_id in self._groups:
             raise ValueError(f"request_id={request_id!r} is already in use")
         group = RequestGroup(request_id, prompt, ids, [], stream, new_metrics())
-        requests = [self._new_request(group, params, index) for index in range(params.n)]
+        requests = [self._new_request(group, params, index, cache_salt) for index in range(params.n)]
         for request in requests:
-            self.scheduler.add(request)
-            self.runner.register(request.request_id, bad_words)
-            group.sequences.append(SequenceOutput(request, self._decoder, stream=stream))
-            self._sequences[request.request_id] = group, group.sequences[-1]
+            self._add_sequence(group, request, bad_words)
         if params.prompt_logprobs is not None:
             group.prompt_logprobs = [None]
         self._groups[request_id] = group
         self._num_added += 1
         return request_id
 
-    def _new_request(self, group: RequestGroup, params: SamplingParams, index: int) -> Request:
+    def _add_sequence(self, group: RequestGroup, request: Request, bad_words: list[list[int]]) -> None:
+        self.scheduler.add(request)
+        self.runner.register(request.request_id, bad_words)
+        group.sequences.append(SequenceOutput(request, self._decoder, stream=group.stream))
+        self._sequences[request.request_id] = group, group.sequences[-1]
+
+    def _new_request(
+        self, group: RequestGroup, params: SamplingParams, index: int, cache_salt: str | None
+    ) -> Request:
         eos = () if params.ignore_eos else self.config.eos_token_ids
         stop_ids = frozenset(eos) | frozenset(params.stop_token_ids)
         if len(stop_ids) > MAX_STOP_IDS:
@@ -173,6 +186,7 @@ class Engine:
             seed=seed,
             stop_ids=stop_ids,
             max_total_tokens=max(longest, len(group.prompt_token_ids) + 1),
+            cache_salt=cache_salt,
         )
 
     def _check_prompt(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> list[int]:
@@ -221,6 +235,74 @@ class Engine:
                 self.scheduler.finish(sequence.request, FinishReason.ABORT)
                 sequence.take_tokens()
         self._ended.append(group)
+
+    def fork(self, request_id: str, count: int = 1) -> list[str]:
+        """Branches a running request at its last known token.
+
+        Full blocks are shared, the last one is copied before anything is appended to it. A branch
+        has the request's parameters and output so far; with a seed it draws differently.
+
+        Returns:
+          the ids of `count` new requests.
+
+        Raises:
+          ValueError: the request is unknown, has ended, or is one of several completions (`n > 1`).
+        """
+        check_int("count", count, low=1)
+        group = self._groups.get(request_id)
+        if group is None or group.finished or len(group.sequences) != 1:
+            raise ValueError(f"request_id={request_id!r} must be of a running request with n=1")
+        return [self._fork(group) for _ in range(count)]
+
+    def _fork(self, group: RequestGroup) -> str:
+        source = group.sequences[0]
+        parent = source.request
+        request_id = f"{group.request_id}-fork-{self._num_added}"
+        branch = RequestGroup(
+            request_id,
+            group.prompt,
+            group.prompt_token_ids,
+            [],
+            group.stream,
+            new_metrics(),
+            group.prompt_logprobs,
+        )
+        request = self._new_request(branch, parent.params, 0, parent.cache_salt)
+        request.seed = _derived_seed(parent.seed, self._num_added)
+        request.token_ids = list(parent.token_ids)
+        request.max_total_tokens, request.pause_at = parent.max_total_tokens, parent.pause_at
+        request.fork_parent = parent
+        self._add_sequence(branch, request, self._bad_words(parent.params))
+        branch.sequences[0].continue_from(source)
+        self._groups[request_id] = branch
+        self._num_added += 1
+        return request_id
+
+    def update_params(self, params: Params) -> None:
+        """Replaces the model's weights, for those who train and generate in turn; empties the prefix cache.
+
+        Raises:
+          ValueError: requests are unfinished, or the new weights differ in shape or dtype.
+        """
+        if self.has_unfinished():
+            raise ValueError(
+                f"update_params with {self.num_unfinished} unfinished requests: finish or abort them"
+            )
+        if not isinstance(self.runner, ModelRunner):
+            raise ValueError("update_params needs a model")
+        self._settle()
+        self.runner.update_params(params)
+        self.reset_prefix_cache()
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes; running requests keep their blocks."""
+        self.scheduler.kv.clear_cache()
+
+    def _settle(self) -> None:
+        """Waits for steps whose tokens nobody wants any more."""
+        while self._in_flight:
+            step, handle = self._in_flight.popleft()
+            self._update(step, handle.result())
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything left to do or to report."""
@@ -287,16 +369,17 @@ class Engine:
                 self.scheduler.finish(sequence.request, FinishReason.ABORT)
 
     def _take_prompt_logprobs(self, result: StepResult) -> None:
-        for request_id, rows in result.prompt_logprobs.items():
+        for request_id, (position, rows) in result.prompt_logprobs.items():
             entry = self._sequences.get(request_id)
             if entry is None or entry[1].request.index != 0:
                 continue
             group, sequence = entry
             assert group.prompt_logprobs is not None
-            targets = group.prompt_token_ids[len(group.prompt_logprobs) :]
             count = sequence.request.params.prompt_logprobs or 0
-            for token, values in zip(targets, rows, strict=False):
-                group.prompt_logprobs.append(logprob_dict(token, values, count, self._decoder))
+            for token, values in zip(group.prompt_token_ids[position:], rows, strict=False):
+                if position == len(group.prompt_logprobs):  # not one that is computed again
+                    group.prompt_logprobs.append(logprob_dict(token, values, count, self._decoder))
+                position += 1
 
     def _collect(self, progressed: list[list[SequenceOutput]]) -> list[RequestOutput]:
         """Detokenizes, applies stop strings, and reports."""
@@ -361,27 +444,63 @@ class Engine:
             self.runner.warmup(variants, use_tqdm=use_tqdm)
 
     def stats(self) -> dict[str, Any]:
-        """Counts since the start, and what is in use now."""
-        stats, kv = self.scheduler.stats, self.scheduler.kv
+        """Counts since the start, and what is in use now.
+
+        Where vLLM's metrics have a name for it, the name is theirs; `prefix_cache_queries` and
+        `prefix_cache_hits` are in tokens. `kv_blocks_free`, `_cached` (unused, evictable) and `_active`
+        add up to `_total`. `kv_waste` is the share of allocated slots that held no token, over all steps.
+        """
+        scheduler, kv = self.scheduler, self.scheduler.kv
+        stats, total = scheduler.stats, kv.pool.num_blocks
         return {
             "attention_backend": "xla",
-            "num_running": len(self.scheduler.running),
-            "num_waiting": len(self.scheduler.waiting),
-            "steps": stats.steps,
-            "preemptions": stats.preemptions,
-            "scheduled_tokens": stats.scheduled_tokens,
-            "running_peak": stats.peak_running,
-            "kv_blocks_total": kv.pool.num_blocks,
+            "num_requests_running": len(scheduler.running),
+            "num_requests_waiting": len(scheduler.waiting),
+            "num_requests_running_peak": stats.peak_running,
+            "num_preemptions": stats.preemptions,
+            "num_steps": stats.steps,
+            "num_scheduled_tokens": stats.scheduled_tokens,
+            "kv_cache_usage_perc": kv.num_active / total,
+            "kv_blocks_total": total,
             "kv_blocks_free": kv.pool.num_free,
+            "kv_blocks_cached": kv.num_evictable,
             "kv_blocks_active": kv.num_active,
             "kv_blocks_peak": stats.peak_blocks,
             "kv_block_bytes": self.sizes.kv_block_bytes,
             "kv_waste": stats.kv_waste,
+            "prefix_cache_queries": kv.stats.queried_tokens,
+            "prefix_cache_hits": kv.stats.hit_tokens,
+            "prefix_cache_evictions": kv.cache.num_evicted if kv.cache else 0,
+            "prefix_cache_copies": kv.stats.copies,
+        }
+
+    def snapshot(self) -> dict[str, Any]:
+        """Who owns which block now, and the tree of cached prefixes, as plain data.
+
+        Keys: `step`; `block_size`; `blocks`, for every block from 1 on the ids of the requests that use it,
+        `None` if it is free and `[]` if it is merely cached; `fill`, tokens in the last block of each
+        running request's table; `tree`, the prefix cache's own snapshot.
+        """
+        kv = self.scheduler.kv
+        owners: dict[int, list[str]] = {}
+        fill = {}
+        for request in self.scheduler.running:
+            for block in request.block_ids:
+                owners.setdefault(block, []).append(request.parent_id)
+            fill[request.request_id] = request.num_scheduled - (len(request.block_ids) - 1) * kv.block_size
+        free = set(kv.pool.free_blocks())
+        return {
+            "step": self.scheduler.stats.steps,
+            "block_size": kv.block_size,
+            "blocks": [None if b in free else owners.get(b, []) for b in range(1, kv.pool.num_blocks + 1)],
+            "fill": fill,
+            "tree": kv.cache.snapshot() if kv.cache else [],
         }
 
     def reset_stats(self) -> None:
         """Starts counting afresh."""
         self.scheduler.stats = SchedulerStats()
+        self.scheduler.kv.stats = KVStats()
 
 
 def _sizes_on_device(config: ModelConfig, options: EngineConfig, params: Params) -> Sizes:

@@ -73,6 +73,11 @@ class SequenceOutput:
                 logprob_dict(token, values, self.request.params.logprobs or 0, self._decoder)
             )
 
+    def continue_from(self, other: SequenceOutput) -> None:
+        """Starts with what another sequence, of which this one is a branch, has reported so far."""
+        self.cumulative_logprob = other.cumulative_logprob
+        self.logprobs = None if other.logprobs is None else list(other.logprobs)
+
     def snapshot(self) -> CompletionOutput:
         """A copy of what there is so far."""
         request = self.request

@@ -92,6 +92,16 @@ class RowSetup:
 
 
 @dataclasses.dataclass(frozen=True)
+class PromptSpan:
+    """Packed tokens `[first, first + count)` whose targets are prompt tokens from `position` on."""
+
+    owner: str
+    first: int
+    count: int
+    position: int
+
+
+@dataclasses.dataclass(frozen=True)
 class PackedStep:
     """A step ready for the device. `owners[i]` is the request whose token is `StepOutput.tokens[i]`."""
 
@@ -99,7 +109,7 @@ class PackedStep:
     variant: Variant
     setups: tuple[RowSetup, ...]
     owners: tuple[tuple[int, str], ...]
-    prompt_spans: tuple[tuple[str, int, int], ...]  # (request, first packed token, how many)
+    prompt_spans: tuple[PromptSpan, ...]
 
 
 class Packer:
@@ -278,11 +288,12 @@ class Packer:
         return blocks * self._block_size + positions % self._block_size
 
 
-def _prompt_spans(sequences: tuple[ScheduledSequence, ...]) -> tuple[tuple[str, int, int], ...]:
+def _prompt_spans(sequences: tuple[ScheduledSequence, ...]) -> tuple[PromptSpan, ...]:
     spans, first = [], 0
     for sequence in sequences:
         if sequence.prompt_targets:
-            spans.append((sequence.request_id, first, len(sequence.prompt_targets)))
+            count = len(sequence.prompt_targets)
+            spans.append(PromptSpan(sequence.request_id, first, count, sequence.start + 1))
         first += sequence.num_tokens
     return tuple(spans)
 

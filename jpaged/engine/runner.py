@@ -23,9 +23,12 @@ from jpaged.engine.sizing import Sizes
 from jpaged.kv_cache import KVCache, init_kv_cache
 from jpaged.models.transformer import Params, abstract_params
 from jpaged.ops.sampling import Variant
+from jpaged.scheduling.kv_manager import BlockCopy
 from jpaged.scheduling.scheduler import ScheduledSequence, ScheduledStep
 
 logger = logging.getLogger(__name__)
+
+COPIES_AT_ONCE = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ class StepResult:
     tokens: dict[str, int]
     failures: dict[str, str]  # why there is no token
     logprobs: dict[str, TokenLogprobs]
-    prompt_logprobs: dict[str, list[TokenLogprobs]]
+    prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]]  # of the prompt from that position on
 
 
 class StepHandle(Protocol):
@@ -120,6 +123,8 @@ class ModelRunner:
         packed = self.packer.pack(step)
         for setup in packed.setups:
             self._set_row(setup)
+        for start in range(0, len(step.copies), COPIES_AT_ONCE):
+            self._copy(step.copies[start : start + COPIES_AT_ONCE])
         return DeviceHandle(self._dispatch(packed.batch, packed.variant), packed)
 
     def register(self, request_id: str, bad_words: list[list[int]]) -> None:
@@ -132,9 +137,22 @@ class ModelRunner:
     def reset(self) -> None:
         self._restore()
 
+    def _copy(self, copies: tuple[BlockCopy, ...]) -> None:
+        """Copies blocks; one compiled shape, filled up with copies of the null block to itself."""
+        pairs = np.zeros((2, COPIES_AT_ONCE), np.int32)
+        pairs[:, : len(copies)] = np.array([(c.source, c.target) for c in copies], np.int32).reshape(-1, 2).T
+        self.cache = steps.copy_blocks(self.cache, pairs[0], pairs[1])
+
     def _set_row(self, setup: RowSetup) -> None:
         values = {field.name: getattr(setup, field.name) for field in dataclasses.fields(setup)}
         self.state = steps.set_row(self.state, np.int32(values.pop("row")), values)
+
+    def update_params(self, params: Params) -> None:
+        """Takes other weights of the same shapes and dtypes."""
+        old, new = (jax.tree.map(lambda x: (x.shape, str(x.dtype)), p) for p in (self.params, params))
+        if old != new:
+            raise ValueError("the new params differ from the old ones in structure, shape or dtype")
+        self.params = params
 
     def _dispatch(self, batch: Any, variant: Variant) -> StepOutput:
         arguments = (self.params, self.cache, self.state, batch)
@@ -158,6 +176,7 @@ class ModelRunner:
         for batch, variant in tqdm(work, desc="warm-up", disable=not use_tqdm):
             jax.block_until_ready(self._dispatch(batch, variant))
         self._set_row(self.packer.padding_setup())
+        self._copy(())
 
     def _empty(self, first: int, num_seqs: int | None) -> Any:
         """A batch of padding alone: `first` sequences to decode, or (tokens, sequences) ragged."""
@@ -257,8 +276,9 @@ class DeviceHandle:
         prompt_logprobs = {}
         if self.output.prompt_logprobs is not None:
             rows = _to_host(self.output.prompt_logprobs)
-            for owner, first, count in self.packed.prompt_spans:
-                prompt_logprobs[owner] = rows[first : first + count]
+            for span in self.packed.prompt_spans:
+                values = rows[span.first : span.first + span.count]
+                prompt_logprobs[span.owner] = (span.position, values)
         return StepResult(tokens, failures, logprobs, prompt_logprobs)
 
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jpaged import kv_cache
 from jpaged.batch import DecodeBatch, Logprobs, RaggedBatch, RowState, StepOutput
 from jpaged.config import ModelConfig
 from jpaged.kv_cache import KVCache, write_kv
@@ -147,6 +148,9 @@ class _Pools:
 
     def cache(self) -> KVCache:
         return dataclasses.replace(self._cache, k=tuple(self._k), v=tuple(self._v))
+
+
+copy_blocks = jax.jit(kv_cache.copy_blocks, donate_argnames=("cache",))
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))

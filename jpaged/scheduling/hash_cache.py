@@ -89,15 +89,16 @@ class HashCache(CacheBase[_Entry]):
         parent: _Entry | str | None = self._node_of.get(block_ids[cursor - 1]) if cursor else None
         if parent is None:
             parent, cursor = salt, 0
-        replaced = []
+        replaced: list[Replacement] = []
         for i in range(cursor, count):
             key = (parent, tuple(token_ids[i * size : (i + 1) * size]))
             entry = self._entries.get(key)
             if entry is None:
+                if not self._unshared([block_ids[i]]):
+                    return InsertResult(i, tuple(replaced))
                 entry = self._add(key, block_ids[i])
             elif entry.block_id != block_ids[i]:
                 replaced.append(Replacement(i, entry.block_id))
-            entry.last_access = self._clock
             parent = entry
         return InsertResult(count, tuple(replaced))
 

@@ -3,12 +3,15 @@
 A prefix cache knows which blocks hold the KV of which tokens. It owns no block: it never allocates,
 never frees and never counts references (it reads them from the pool). Its owner keeps three promises.
 
-1. Whoever references a cached block references all blocks before it, too (tables are prefixes).
+1. Whoever references a cached block references all blocks before it, too: who holds blocks, a copy's
+   source included, holds them as a table from the first.
 2. The owner says when a cached block gets its first reference or loses its last (`referenced`,
    `unreferenced`).
 3. It repoints a table as `insert` says before anything else happens to the cache.
 
 So the unreferenced cached blocks can all be evicted, by taking the last block of some prefix each time.
+A block enters the cache while it is in one table only; the first promise is then kept for it, even if
+blocks before it are found to be duplicates and repointed.
 
 How the prefixes are stored is the business of `radix_cache` (token by token, after Zheng et al. 2024,
 "SGLang") and `hash_cache` (block by block, after the automatic prefix caching of vLLM). The blocks
@@ -71,7 +74,8 @@ class InsertResult:
     """What an insert found.
 
     Attributes:
-      cursor: how many leading blocks of the table, once repointed, are cached.
+      cursor: how many leading blocks of the table, once repointed, are cached. Fewer than were given
+        if a block was not cached and several tables share it.
       replaced: the duplicates, in the order of the table.
     """
 
@@ -119,14 +123,15 @@ class PrefixCache(Protocol):
     ) -> InsertResult:
         """Caches the blocks of a sequence, which are full and will not be written again.
 
-        Blocks that are not cached yet become so, whether referenced or not. Where another block is
-        cached for the same tokens, the result names it; the owner repoints its table, references
-        that block and gives up its own, which does not become cached. The result holds until the
-        next `evict` or `clear`.
+        Blocks that are not cached yet become so, up to the first that is shared with another table:
+        to keep all, insert a table before sharing it. Where another block is cached for the same
+        tokens, the result names it; the owner repoints its table, references that block and gives up
+        its own, which does not become cached. The result holds until the next `evict` or `clear`.
 
         Args:
           token_ids: tokens from the start of the sequence.
-          block_ids: the sequence's table: entry `i` holds tokens `[i, i + 1) * block_size`.
+          block_ids: the sequence's table, whose blocks the owner references: entry `i` holds tokens
+            `[i, i + 1) * block_size`.
           cursor: as returned for this table before, if the table has been repointed and has
             referenced its blocks ever since. The work is then proportional to the blocks after it.
             A cursor from before a `clear` is harmless.
@@ -344,8 +349,20 @@ class CacheBase(Generic[NodeT]):
         for block in block_ids:
             assert block not in self._node_of, f"block {block} is cached for other tokens"
             self._node_of[block] = node
-            self.num_evictable += self.pool.references(block) == 0
-        self._queue_if_fit(node)
+
+    def _unshared(self, block_ids: Iterable[int]) -> list[int]:
+        """Those blocks that are in one table only, up to the first that is not.
+
+        Another table may hold a shared block behind duplicates of what it would be cached behind.
+        """
+        unshared = []
+        for block in block_ids:
+            references = self.pool.references(block)
+            assert references, f"block {block} is inserted without being referenced"
+            if references > 1:
+                break
+            unshared.append(block)
+        return unshared
 
     def _queue_if_fit(self, node: NodeT) -> None:
         if self._can_shrink(node):

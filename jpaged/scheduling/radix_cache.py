@@ -181,20 +181,21 @@ class RadixCache(CacheBase[_Node]):
         node, done = self._resume(block_ids, min(cursor, count), salt)
         replaced: list[Replacement] = []
         while True:
-            node.last_access = self._clock
-            known = self._shared_blocks(node, tokens, done, count)
+            known = self._agreeing_blocks(node, tokens, done, count)
             replaced += [Replacement(i, b) for i, b in enumerate(known, done) if block_ids[i] != b]
             done += len(known)
-            if done == count:
+            if done == count or done < node.end:
                 break
-            if done < node.end:
-                node = self._split(node, done - node.start)
             child = node.child(tuple(tokens[done * size : (done + 1) * size]))
             if child is None:
-                self._append(node, tokens[done * size : count * size], list(block_ids[done:count]))
                 break
             node = child
-        return InsertResult(count, tuple(replaced))
+        new = self._unshared(block_ids[done:count])
+        if new:
+            end = done + len(new)
+            self._append(node, done - node.start, tokens[done * size : end * size], new)
+            done = end
+        return InsertResult(done, tuple(replaced))
 
     def _resume(self, block_ids: Sequence[int], cursor: int, salt: str | None) -> tuple[_Node, int]:
         """The node that holds the block before the cursor, and the cursor; else the root, and 0."""
@@ -202,12 +203,9 @@ class RadixCache(CacheBase[_Node]):
         if node is not None and node.start < cursor <= node.end:
             if node.block_ids[cursor - 1 - node.start] == block_ids[cursor - 1]:
                 return node, cursor
-        root = self._roots.get(salt)
-        if root is None:
-            root = self._roots[salt] = _Node(None, salt, 0, self._clock)
-        return root, 0
+        return self._roots.get(salt) or _Node(None, salt, 0, self._clock), 0
 
-    def _shared_blocks(self, node: _Node, tokens: list[int], done: int, count: int) -> list[int]:
+    def _agreeing_blocks(self, node: _Node, tokens: list[int], done: int, count: int) -> list[int]:
         """The node's blocks, from block `done` of the sequence on, that hold the sequence's tokens."""
         if done == node.end:
             return []
@@ -216,12 +214,16 @@ class RadixCache(CacheBase[_Node]):
         agreeing = _count_agreeing(own, tokens, done * size, count * size)
         return node.block_ids[skipped : skipped + agreeing // size]
 
-    def _append(self, node: _Node, token_ids: list[int], block_ids: list[int]) -> None:
-        """Puts new blocks behind the end of a node.
+    def _append(self, node: _Node, offset: int, token_ids: list[int], block_ids: list[int]) -> None:
+        """Puts new blocks behind the first `offset` blocks of a node.
 
         A leaf that no match has found yet just grows. Otherwise the new blocks get their own node:
         they are younger than the leaf and have not earned its hits.
         """
+        if offset < len(node.block_ids):
+            node = self._split(node, offset)
+        if node.parent is None:
+            self._roots[node.salt] = node  # if it is new
         if node.parent is None or node.children or node.hits:
             child = _Node(node, node.salt, node.end, self._clock)
             node.add_child(tuple(token_ids[: self.block_size]), child)

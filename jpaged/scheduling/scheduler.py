@@ -6,22 +6,24 @@ the ids of the one before it are known.
 
 Policy. Every running sequence that decodes gets its token. Of what is left of the step's token
 budget, half goes to prefills under way, oldest first; the other half to those that it completes,
-then to new requests in order of arrival; what remains to prefills under way again. So a long prompt
+then to waiting requests in the queue's order; what remains to prefills under way again. So a long prompt
 always advances, and never keeps short ones out for longer than it takes to admit those before them
 and to compute them at half the budget a step. When blocks run out,
 the newest running request is preempted: it gives up its blocks and is computed again later. The
-oldest is never preempted while another runs, so it always progresses.
+oldest is never preempted while another runs, so it always progresses. A waiting request lets others
+pass while a running one computes a prefix of its prompt: then it finds it in the cache.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from jpaged.request import FinishReason, Request, RequestStatus
 from jpaged.sampling_params import SamplingParams
-from jpaged.scheduling.kv_manager import KVManager
+from jpaged.scheduling.kv_manager import BlockCopy, KVManager
+from jpaged.scheduling.waiting import SchedulePolicy, WaitingQueue
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,11 +70,12 @@ class ScheduledSequence:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """One step as plain data."""
+    """One step as plain data. Copies come first, all at once; then the tokens are computed."""
 
     number: int
     sequences: tuple[ScheduledSequence, ...]
     admitted: tuple[AdmittedRow, ...]
+    copies: tuple[BlockCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -100,18 +103,25 @@ class SchedulerStats:
 class Scheduler:
     """Decides what every step computes."""
 
-    def __init__(self, kv: KVManager, *, max_num_seqs: int, max_num_batched_tokens: int):
+    def __init__(
+        self,
+        kv: KVManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        policy: SchedulePolicy = "fcfs",
+    ):
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"{max_num_batched_tokens=} must be at least {max_num_seqs=}")
         self.kv = kv
         self.max_num_batched_tokens = max_num_batched_tokens
         self.stats = SchedulerStats()
-        self.waiting: deque[Request] = deque()
+        self.waiting = WaitingQueue(policy, kv.num_cached_tokens)
         self.running: list[Request] = []  # in order of arrival
         self._requests: dict[str, Request] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._known_at_admission: dict[str, int] = {}
-        self._table_sent: dict[str, int] = {}  # entries of the table that the device has
+        self._awaited: dict[str, Request] = {}  # whose prefill a waiting request waits for
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -131,7 +141,7 @@ class Scheduler:
         # The last token is sampled but never stored, hence one more than the pool holds.
         request.max_total_tokens = min(request.max_total_tokens, self.kv.capacity + 1)
         self._requests[request.request_id] = request
-        self.waiting.append(request)
+        self.waiting.add(request)
 
     def get(self, request_id: str) -> Request | None:
         """The unfinished request of that id."""
@@ -148,10 +158,13 @@ class Scheduler:
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a request in whatever state it is; its blocks and row are free for the next step."""
         if request.status is RequestStatus.RUNNING:
-            self._leave_row(request)
+            self._leave_row(request, keep=reason is not FinishReason.ERROR)
+        else:
+            self.waiting.remove(request)
+            self._awaited.pop(request.request_id, None)
         request.status = RequestStatus.FINISHED
         request.finish_reason, request.stop_reason = reason, stop_reason
-        del self._requests[request.request_id]  # a queue entry is dropped when its turn comes
+        del self._requests[request.request_id]
 
     def preempt(self, request: Request) -> None:
         """Takes blocks and row from a running request and puts it at the head of the queue.
@@ -162,20 +175,23 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
         self.stats.preemptions += 1
-        self.waiting.appendleft(request)
+        self.waiting.add_preempted(request)
 
-    def _leave_row(self, request: Request) -> None:
-        self.kv.release(request)
+    def _leave_row(self, request: Request, *, keep: bool = True) -> None:
+        self.kv.release(request, keep=keep)
         self.running.remove(request)
         assert request.row is not None
         self._free_rows.append(request.row)
         request.row = None
-        del self._known_at_admission[request.request_id], self._table_sent[request.request_id]
+        del self._known_at_admission[request.request_id]
 
     # -- a step -------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledStep | None:
         """Plans the next step and books its tokens; `None` if there is nothing to compute."""
+        self.kv.begin_step()
+        for request in self.running:
+            self.kv.commit(request)
         grants: dict[Request, int] = {}
         admitted: list[Request] = []
         self._grant_decodes(grants)
@@ -188,13 +204,16 @@ class Scheduler:
             return None
         rows = tuple(self._admitted_row(request) for request in admitted if request in grants)
         sequences = tuple(self._book(request, count) for request, count in grants.items())
+        copies = self.kv.take_copies()
         self._count(sequences)
-        return ScheduledStep(self.stats.steps, sequences, rows)
+        return ScheduledStep(self.stats.steps, sequences, rows, copies)
 
     def _todo(self, request: Request) -> int:
         """Tokens of a running request that could be computed now, pending ones included."""
         total = request.num_tokens + request.num_pending
-        return 0 if total >= request.max_total_tokens else total - request.num_scheduled
+        if total >= request.max_total_tokens or (request.pause_at is not None and total >= request.pause_at):
+            return 0
+        return total - request.num_scheduled
 
     def _decodes(self, request: Request) -> bool:
         """Whether all that is left to compute is the last token that was sampled in its row."""
@@ -229,16 +248,19 @@ class Scheduler:
     def _admit(self, grants: dict[Request, int], admitted: list[Request], budget: int) -> int:
         """Moves waiting requests into rows while tokens, rows and blocks last; returns tokens used."""
         left = budget
-        promised = sum(self._promised(request, grants.get(request, 0)) for request in self.running)
-        while left > 0 and self._free_rows and self.waiting:
-            request = self.waiting[0]
-            if request.finished:
-                self.waiting.popleft()
-                continue
-            # A token still on the device will be known after the next update.
-            if request.num_pending or not self.kv.acquire(request, promised):
+        if left <= 0 or not self._free_rows or not self.waiting:
+            return 0
+        promised = sum(self._promised(request) for request in self.running)
+        for request in self.waiting.candidates(self.stats.steps):
+            if left <= 0 or not self._free_rows:
                 break
-            self.waiting.popleft()
+            # A token still on the device will be known after the next update.
+            if request.num_pending or self._should_wait(request):
+                continue
+            if not self.kv.acquire(request, promised):
+                break
+            self.waiting.remove(request)
+            self._awaited.pop(request.request_id, None)
             self._enter_row(request)
             count = min(self._todo(request), left)
             if not self.kv.extend(request, request.num_scheduled + count):
@@ -246,10 +268,48 @@ class Scheduler:
             admitted.append(request)
             grants[request] = count
             left -= count
-            promised += self._promised(request, count)
+            promised += self._promised(request)
         return budget - left
 
-    def _promised(self, request: Request, granted: int) -> int:
+    def _should_wait(self, request: Request) -> bool:
+        """Whether a running request is computing more of this one's prompt than is cached.
+
+        Waiting begins when it saves at least a block; it then lasts until nothing more is coming.
+        """
+        if self.kv.cache is None or request.params.prompt_logprobs is not None:
+            return False
+        computing = [r for r in self.running if not self._decodes(r)]
+        if not computing:
+            return False
+        cached = self.kv.num_cached_tokens(request)
+        awaited = self._awaited.pop(request.request_id, None)
+        size = self.kv.block_size
+        next_block = request.token_ids[cached : cached + size]
+        for other in computing:
+            if other is awaited:
+                least = 1
+            elif other.token_ids[cached : cached + size] == next_block:
+                least = size
+            else:
+                continue
+            if self._shared_tokens(request, other) - cached >= least:
+                self._awaited[request.request_id] = other
+                return True
+        return False
+
+    def _shared_tokens(self, request: Request, other: Request) -> int:
+        """Tokens at the start of both that will be in full blocks of the other, all but the last at most."""
+        if request.cache_salt != other.cache_salt:
+            return 0
+        size = self.kv.block_size
+        longest = min(request.num_tokens - 1, other.num_tokens // size * size)
+        if request.token_ids[:longest] == other.token_ids[:longest]:
+            return longest
+        return bisect.bisect_left(
+            range(longest), True, key=lambda n: request.token_ids[: n + 1] != other.token_ids[: n + 1]
+        )
+
+    def _promised(self, request: Request) -> int:
         """Blocks that a running request still needs for its known tokens."""
         return max(0, self.kv.blocks_for(request.num_tokens) - len(request.block_ids))
 
@@ -257,7 +317,7 @@ class Scheduler:
         request.row = self._free_rows.pop()
         request.status = RequestStatus.RUNNING
         self._known_at_admission[request.request_id] = request.num_tokens
-        self._table_sent[request.request_id] = 0
+        request.table_changed = 0
         position = len(self.running)
         while position and self.running[position - 1].arrival > request.arrival:
             position -= 1
@@ -297,8 +357,7 @@ class Scheduler:
         targets = None
         if request.params.prompt_logprobs is not None and start < request.num_prompt_tokens:
             targets = tuple(request.token_ids[start + 1 : min(end + 1, request.num_prompt_tokens)])
-        sent = self._table_sent[request.request_id]
-        self._table_sent[request.request_id] = len(request.block_ids)
+        table_start, request.table_changed = request.table_changed, len(request.block_ids)
         request.num_scheduled = end
         request.num_pending += samples
         return ScheduledSequence(
@@ -309,8 +368,8 @@ class Scheduler:
             token_ids=None if on_device else tuple(request.token_ids[start:end]),
             samples=samples,
             prompt_targets=targets,
-            table_start=sent,
-            table_blocks=tuple(request.block_ids[sent:]),
+            table_start=table_start,
+            table_blocks=tuple(request.block_ids[table_start:]),
         )
 
     def _count(self, sequences: Sequence[ScheduledSequence]) -> None:
@@ -318,9 +377,17 @@ class Scheduler:
         stats.steps += 1
         stats.scheduled_tokens += sum(sequence.num_tokens for sequence in sequences)
         stats.slots_allocated += self.kv.num_active * self.kv.block_size
-        stats.slots_filled += sum(request.num_scheduled for request in self.running)
+        stats.slots_filled += self._filled_slots()
         stats.peak_blocks = max(stats.peak_blocks, self.kv.num_active)
         stats.peak_running = max(stats.peak_running, len(self.running))
+
+    def _filled_slots(self) -> int:
+        """Slots of active blocks that hold a token; a block that several share counts once."""
+        if self.kv.cache is None:
+            return sum(request.num_scheduled for request in self.running)
+        size = self.kv.block_size
+        partial = sum(len(r.block_ids) * size - r.num_scheduled for r in self.running)
+        return self.kv.num_active * size - partial
 
     # -- what came back -----------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ def test_preempted_requests_go_on_as_if_nothing_had_happened(overlap):
         assert completion.token_ids == expected_output(prompt, 120)
         assert completion.finish_reason == "length"
         assert outputs[name].prompt_token_ids == prompt
-    assert engine.stats()["preemptions"] > 0
+    assert engine.stats()["num_preemptions"] > 0
 
 
 def test_no_token_is_sampled_before_the_last_chunk_of_a_recompute():
@@ -83,7 +83,7 @@ def test_preemptions_of_long_requests_are_few():
     outputs = drain(engine)
     stats = engine.stats()
     assert all(outputs[name].metrics.num_preemptions <= 1 for name in names)
-    assert stats["scheduled_tokens"] <= 2 * (100 + 30) + 130
+    assert stats["num_scheduled_tokens"] <= 2 * (100 + 30) + 130
 
 
 def test_nobody_waits_while_a_row_blocks_and_tokens_are_free():
@@ -228,6 +228,9 @@ def test_every_end_within_a_block_leaves_an_empty_pool(max_tokens):
     engine = fake_engine(max_num_batched_tokens=4, max_num_seqs=2)
     name = engine.add_request(prompt_of(3), greedy(max_tokens))
     assert drain(engine)[name].outputs[0].token_ids == expected_output(prompt_of(3), max_tokens)
+    stats = engine.stats()
+    assert stats["kv_blocks_active"] == 0 and stats["kv_blocks_cached"] == (3 + max_tokens - 1) // 16
+    engine.reset_prefix_cache()
     assert engine.scheduler.kv.pool.num_free == 64
 
 
