@@ -141,6 +141,16 @@ def test_the_second_to_compute_the_same_tokens_is_told_to_use_the_first_ones_blo
     assert match(cache, "aaaabbbbcccc").block_ids == (1, 2, 5)
 
 
+def test_a_block_enters_the_cache_only_while_one_table_has_it(pool, cache):
+    table = pool.allocate(3)
+    pool.incref(table[1])
+    assert cache.insert(ids("aaaabbbbcccc"), table) == InsertResult(1, ())
+    assert cache.insert(ids("aaaabbbbcccc"), table, 1) == InsertResult(1, ())
+    pool.decref(table[1])
+    assert cache.insert(ids("aaaabbbbcccc"), table, 1) == InsertResult(3, ())
+    assert match(cache, "aaaabbbbcccc").block_ids == (1, 2, 3)
+
+
 def test_longer_lists_are_cut_where_the_number_of_blocks_says(pool, cache):
     table = pool.allocate(3)
     assert cache.insert(ids("aaaabbbbcc"), table, num_blocks=2) == InsertResult(2, ())
@@ -194,7 +204,10 @@ def test_referenced_blocks_stay(cache):
     assert cache.num_evictable == 2
     assert cache.evict(5) == [3, 4]
     release(cache, held)
-    assert cache.evict(5) == [2, 1]
+    held = insert(cache, "aaaa")  # in the queue, and now in use again
+    assert cache.evict(5) == [2]
+    release(cache, held)
+    assert cache.evict(5) == [1]
 
 
 def test_clearing_returns_the_unused_blocks_and_forgets_those_in_use(pool, cache):

@@ -32,7 +32,8 @@ STEPS_PER_EXAMPLE = 50
 
 Prefix = tuple[str | None, tuple[int, ...]]  # salt and tokens: what a full block is worth
 
-tokens_of = st.lists(st.sampled_from([0, 1, 2**40]), min_size=1, max_size=4 * SIZE)
+suffixes = st.lists(st.sampled_from([0, 1]), max_size=SIZE + 1)
+trunks = st.tuples(st.sampled_from([[0] * 12, [0, 1, 0, 2**40] * 3]), st.integers(0, 12))
 salts = st.sampled_from([None, None, None, "salt"])
 
 
@@ -62,11 +63,15 @@ class Traffic(RuleBasedStateMachine):
         self.pool = BlockPool(NUM_BLOCKS)
         self.cache = make_prefix_cache(kind, self.pool, SIZE, policy)
         self.running: list[Sequence] = []
+        self.pinned: list[list[int]] = []  # tables that end with the source of a copy under way
         self.content: dict[int, Prefix] = {}  # what was written into a block, and all before it
         self.cached: dict[Prefix, int] = {}
         self.num_evicted = 0
 
     # -- the owner ----------------------------------------------------------------------------
+
+    def tables(self):
+        return [sequence.table for sequence in self.running] + self.pinned
 
     def reference(self, blocks):
         self.cache.referenced([b for b in blocks if self.pool.incref(b) == 1 and self.cache.contains(b)])
@@ -110,22 +115,37 @@ class Traffic(RuleBasedStateMachine):
 
     # -- traffic ------------------------------------------------------------------------------
 
-    @rule(tokens=tokens_of, salt=salts, whole=st.booleans())
-    def admit(self, tokens, salt, whole):
-        limit = len(tokens) - (not whole)
-        found = self.find(tokens, limit, salt)
-        source = [found.partial.block_id] if found.partial else []
-        locked = [*found.block_ids, *source]
-        self.reference(locked)
+    @rule(trunk=trunks, suffix=suffixes, salt=salts, whole=st.booleans())
+    def admit(self, trunk, suffix, salt, whole):
+        tokens = trunk[0][: trunk[1]] + suffix + [7]
+        found = self.find(tokens, len(tokens) - (not whole), salt)
+        self.reference(found.block_ids)
+        if found.partial:
+            pinned = [*found.block_ids, found.partial.block_id]
+            self.reference(pinned)
+            self.pinned.append(pinned)
         taken = self.allocate(-(-len(tokens) // SIZE) - len(found.block_ids))
         if taken is None:
-            return self.drop(locked)
-        self.drop(source)  # copied by now
-        sequence = Sequence(salt, list(tokens), [*found.block_ids, *taken], found.cursor)
-        for block in found.block_ids:
-            assert self.pool.references(block) > 0
+            self.drop(found.block_ids)
+            return
+        sequence = Sequence(salt, tokens, [*found.block_ids, *taken], found.cursor)
         self.running.append(sequence)
         self.write(sequence)
+
+    @rule()
+    def copies_are_done(self):
+        while self.pinned:
+            self.drop(self.pinned.pop())
+
+    @rule(trunk=trunks, suffix=suffixes, salt=salts)
+    def run(self, trunk, suffix, salt):
+        """A request comes and goes in one."""
+        before = len(self.running)
+        self.admit(trunk, suffix, salt, False)
+        if len(self.running) > before:
+            sequence = self.running.pop()
+            self.insert(sequence)
+            self.drop(sequence.table)
 
     def find(self, tokens, limit, salt):
         """Matches, and compares with what the dictionary and the blocks' contents say."""
@@ -154,7 +174,7 @@ class Traffic(RuleBasedStateMachine):
         return found
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), tokens=tokens_of)
+    @rule(data=st.data(), tokens=suffixes)
     def grow(self, data, tokens):
         sequence = data.draw(st.sampled_from(self.running))
         taken = self.allocate(-(-(len(sequence.tokens) + len(tokens)) // SIZE) - len(sequence.table))
@@ -180,14 +200,16 @@ class Traffic(RuleBasedStateMachine):
             self.drop([sequence.table[change.index]])
             sequence.table[change.index] = change.block_id
         sequence.cursor = result.cursor
-        assert result.cursor == count
-        for i in range(count):
+        for i in range(result.cursor):
             assert self.cached.setdefault(sequence.prefix(i + 1), before[i]) == sequence.table[i]
+        if result.cursor < count:
+            assert self.pool.references(sequence.table[result.cursor]) > 1
+            assert sequence.prefix(result.cursor + 1) not in self.cached
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def fork(self, data):
-        """A second sequence takes the full blocks; what it has of the last is computed again."""
+        """A second sequence takes the full blocks, cached or not; the rest is computed again."""
         sequence = data.draw(st.sampled_from(self.running))
         full = len(sequence.tokens) // SIZE
         if full and len(self.running) < 6:
@@ -209,7 +231,7 @@ class Traffic(RuleBasedStateMachine):
             self.insert(sequence)
         self.drop(sequence.table)
 
-    @rule(count=st.integers(0, 4))
+    @rule(count=st.integers(1, 4))
     def evict_some(self, count):
         evictable = self.cache.num_evictable
         assert len(self.evict(count)) == min(count, evictable)
@@ -267,7 +289,7 @@ class Traffic(RuleBasedStateMachine):
 
     @invariant()
     def every_block_is_free_evictable_or_active(self):
-        tables = [block for sequence in self.running for block in sequence.table]
+        tables = [block for table in self.tables() for block in table]
         for block in range(1, NUM_BLOCKS + 1):
             assert self.pool.references(block) == tables.count(block)
         assert self.pool.num_free + self.cache.num_evictable + len(set(tables)) == NUM_BLOCKS
@@ -276,8 +298,8 @@ class Traffic(RuleBasedStateMachine):
         """At the end everything can be given back."""
         if not hasattr(self, "cache"):
             return
-        for sequence in self.running:
-            self.drop(sequence.table)
+        for table in self.tables():
+            self.drop(table)
         self.evict(NUM_BLOCKS)
         assert self.pool.num_free == NUM_BLOCKS and not self.cached
         self.cache.check_invariants()

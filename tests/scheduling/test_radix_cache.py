@@ -35,6 +35,10 @@ class Owner:
     def hold(self, *blocks: int) -> None:
         self.cache.referenced([block for block in blocks if self.pool.incref(block) == 1])
 
+    def hold_uncached(self, *blocks: int) -> None:
+        for block in blocks:
+            self.pool.incref(block)
+
     def drop(self, *blocks: int) -> None:
         """Last blocks first, as a request gives up its table."""
         zero = [block for block in reversed(blocks) if self.pool.decref(block) == 0]
@@ -235,8 +239,14 @@ def test_tokens_that_do_not_fill_the_blocks_are_refused(owner, text):
         owner.cache.insert(ids("aaaabbb"), owner.pool.allocate(2), num_blocks=2)
 
 
+def test_blocks_that_nobody_references_cannot_be_inserted(owner):
+    owner.pool.decref(owner.pool.allocate(1)[0])
+    with pytest.raises(AssertionError, match="block 1 is inserted without being referenced"):
+        owner.cache.insert(ids("aaaa"), [1])
+
+
 def test_a_block_cannot_be_cached_for_two_contents(owner):
-    owner.run("aaaa")
+    owner.start("aaaa")
     with pytest.raises(AssertionError, match="block 1 is cached for other tokens"):
         owner.cache.insert(ids("bbbb"), [1])
     owner.cache.clear()
@@ -364,6 +374,27 @@ def test_eight_copies_of_one_prompt_leave_one_chain(owner):
     assert owner.match("aaaa").block_ids == (1,)
 
 
+def test_a_block_enters_the_cache_only_while_one_table_has_it(owner):
+    owner.start("aaaa")
+    mine = owner.pool.allocate(3)
+    fork = mine[:2]
+    owner.hold_uncached(*fork)
+    assert owner.insert("aaaabbbbcccc", mine) == InsertResult(1, (Replacement(0, 1),))
+    assert mine == [1, 3, 4] and fork == [2, 3]  # were 3 cached, `fork` would hold it without holding 1
+    assert owner.insert("aaaabbbbcccc", mine, 1) == InsertResult(1, ())
+    owner.cache.check_invariants()
+    owner.drop(*fork)
+    assert owner.insert("aaaabbbbcccc", mine, 1) == InsertResult(3, ())
+    assert owner.shape() == [[None, [["aaaabbbbcccc", [1, 3, 4], []]]]]
+
+
+def test_a_sequence_of_shared_blocks_alone_leaves_no_trace(owner):
+    table = owner.pool.allocate(2)
+    owner.hold_uncached(*table)
+    assert owner.insert("aaaabbbb", table, salt="salt") == InsertResult(0, ())
+    assert owner.cache.snapshot() == []
+
+
 # -- salts ------------------------------------------------------------------------------------
 
 
@@ -463,9 +494,12 @@ def test_lru_keeps_what_a_longer_sequence_was_built_on(owner):
     table += owner.pool.allocate(1)
     owner.match("aaaa")
     owner.insert("aaaacccc", table, 1)
+    assert owner.shape()[0][1][0] == ["aaaa", [1], [["cccc", [3], []]]]
     owner.run("dddd")
     owner.drop(*table)
-    assert owner.evict(4) == [2, 4, 3, 1]
+    assert owner.evict(1) == [2]
+    owner.run("eeee")  # takes block 2
+    assert owner.evict(4) == [4, 3, 1, 2]
 
 
 def test_a_match_makes_recent_what_it_found_and_not_what_follows(owner):
@@ -520,6 +554,16 @@ def test_fifo_keeps_a_trunk_for_the_sake_of_its_last_branch():
     owner.run("cccc")
     owner.run("aaaadddd")
     assert owner.evict(5) == [2, 3, 4, 1]
+
+
+def test_fifo_remembers_the_age_of_a_trunk_that_was_parted():
+    owner = Owner("fifo")
+    owner.run("aaaabbbb")
+    held = owner.start("cccc")
+    owner.run("aaaadddd")
+    assert owner.evict(2) == [2, 4]
+    owner.drop(*held)
+    assert owner.evict(2) == [1, 3]
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
