@@ -17,7 +17,8 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from jpaged.config import EngineConfig, ModelConfig
+from jpaged.beam_search import BeamSearch, BeamSearchOutput, check_width
+from jpaged.config import EngineConfig, ModelConfig, check_int
 from jpaged.engine.engine import Engine
 from jpaged.models.transformer import Params
 from jpaged.ops.sampling import Variant
@@ -66,6 +67,9 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         gpu_memory_utilization: float = 0.9,
         attention_backend: str = "auto",
+        prefix_cache: str = "radix",
+        eviction_policy: str = "lru",
+        schedule_policy: str = "fcfs",
         deterministic: bool = False,
         overlap: bool = True,
         seed: int = 0,
@@ -94,6 +98,9 @@ class LLM:
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             gpu_memory_utilization=gpu_memory_utilization,
             attention_backend=attention_backend,
+            prefix_cache=prefix_cache,
+            eviction_policy=eviction_policy,
+            schedule_policy=schedule_policy,
             deterministic=deterministic,
             overlap=overlap,
             seed=seed,
@@ -227,43 +234,80 @@ class LLM:
         prompts = [{"messages": conversation} for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamDelta]:
-        """Yields what each step adds to the completions of one prompt; the deltas joined are the text.
-
-        A stream that is closed early aborts its request.
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Stream:
+        """Runs one prompt and iterates over what each step adds to its completions.
 
         Raises:
           ValueError: the prompt cannot run.
-          RuntimeError: it failed while it ran.
         """
         encoded = self.encode_prompt(prompt)
-        request_id = self._submit(encoded, sampling_params, stream=True)
-        seen: dict[int, tuple[int, int]] = {}
-        done: set[int] = set()
+        return Stream(self, self._submit(encoded, sampling_params, stream=True))
+
+    def fork(self, stream: Stream, count: int = 1) -> list[Stream]:
+        """Branches a running stream at its last known token; see `Engine.fork`.
+
+        The branches' deltas begin with what the stream has produced so far.
+        """
+        request_ids = self.engine.fork(stream.request_id, count)
+        self._mail.update((request_id, deque()) for request_id in request_ids)
+        return [Stream(self, request_id) for request_id in request_ids]
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        beam_width: int = 4,
+        max_tokens: int = 16,
+        length_penalty: float = 1.0,
+    ) -> list[BeamSearchOutput]:
+        """Finds the most probable completions of each prompt.
+
+        Args:
+          beam_width: hypotheses kept at each token, and returned; at most 10.
+          length_penalty: a hypothesis' score is its log-probability divided by its length to this power.
+
+        Returns:
+          one output per prompt, in their order; one that cannot run has `error` set.
+
+        Raises:
+          ValueError: `beam_width` or `max_tokens` is out of range.
+        """
+        check_width(beam_width)
+        check_int("max_tokens", max_tokens, low=1)
+        outputs: dict[int, BeamSearchOutput] = {}
+        searches: dict[int, tuple[EncodedPrompt, BeamSearch]] = {}
+        items = _as_list(prompts)
+        for index, item in enumerate(items):
+            try:
+                encoded = self.encode_prompt(item)
+                searches[index] = encoded, BeamSearch(self, encoded.token_ids, beam_width, max_tokens)
+            except ValueError as error:
+                outputs[index] = BeamSearchOutput(_text_of(item), [], [], str(error))
         try:
-            while True:
-                output = self._receive(request_id)
-                if output.error is not None:
-                    raise RuntimeError(output.error)
-                for completion in output.outputs:
-                    text, ids = seen.get(completion.index, (0, 0))
-                    new = StreamDelta(
-                        completion.index,
-                        completion.text[text:],
-                        completion.token_ids[ids:],
-                        completion.finish_reason,
-                        completion.stop_reason,
-                    )
-                    seen[completion.index] = len(completion.text), len(completion.token_ids)
-                    ended = completion.finish_reason is not None and completion.index not in done
-                    if ended:
-                        done.add(completion.index)
-                    if new.text or new.token_ids or ended:
-                        yield new
-                if output.finished:
-                    return
+            while active := [search for _, search in searches.values() if not search.done]:
+                self._advance(active)
         finally:
-            self._withdraw([request_id])
+            self._withdraw([beam.request_id for _, search in searches.values() for beam in search.live])
+        for index, (encoded, search) in searches.items():
+            beams = search.results(length_penalty, self._decode)
+            outputs[index] = BeamSearchOutput(encoded.text, encoded.token_ids, beams)
+        return [outputs[index] for index in range(len(items))]
+
+    def _advance(self, searches: list[BeamSearch]) -> None:
+        """One token of every live beam of every search, all in the same steps."""
+        live = [beam.request_id for search in searches for beam in search.live]
+        self._mail.update((request_id, deque()) for request_id in live)
+        outputs = {request_id: self._receive(request_id) for request_id in live}
+        for request_id, output in outputs.items():
+            del self._mail[request_id]
+            if output.error is not None:
+                raise RuntimeError(output.error)
+        for search in searches:
+            latest = [outputs[beam.request_id].outputs[0].logprobs or [{}] for beam in search.live]
+            search.advance([logprobs[-1] for logprobs in latest])
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return "" if self.tokenizer is None else self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def warmup(self, variants: tuple[Variant, ...] = tuple(Variant), *, use_tqdm: bool = True) -> None:
         """See `Engine.warmup`."""
@@ -322,6 +366,62 @@ class LLM:
             self.engine.abort(request_id)
 
 
+class Stream:
+    """The deltas of one request as they come; joined they are its text. Iterate, or close it.
+
+    A stream that is closed, or forgotten, before its end aborts its request.
+    """
+
+    def __init__(self, llm: LLM, request_id: str):
+        self.request_id = request_id
+        self._llm = llm
+        self._pending: deque[StreamDelta] = deque()
+        self._seen: dict[int, tuple[int, int]] = {}  # per completion, characters and ids handed out
+        self._ended: set[int] = set()
+        self._finished = False
+
+    def __iter__(self) -> Iterator[StreamDelta]:
+        return self
+
+    def __next__(self) -> StreamDelta:
+        """The next delta.
+
+        Raises:
+          RuntimeError: the request failed while it ran.
+        """
+        while not self._pending:
+            if self._finished:
+                raise StopIteration
+            self._take(self._llm._receive(self.request_id))
+        return self._pending.popleft()
+
+    def _take(self, output: RequestOutput) -> None:
+        if output.finished:
+            self.close()
+        if output.error is not None:
+            raise RuntimeError(output.error)
+        for completion in output.outputs:
+            index = completion.index
+            text, ids = self._seen.get(index, (0, 0))
+            new_text, new_ids = completion.text[text:], completion.token_ids[ids:]
+            self._seen[index] = len(completion.text), len(completion.token_ids)
+            ends = completion.finish_reason is not None and index not in self._ended
+            if ends:
+                self._ended.add(index)
+            if new_text or new_ids or ends:
+                reason, stop = completion.finish_reason, completion.stop_reason
+                self._pending.append(StreamDelta(index, new_text, new_ids, reason, stop))
+
+    def close(self) -> None:
+        """Ends the stream; what has not been handed out yet is still there to be iterated."""
+        if not self._finished:
+            self._finished = True
+            self._llm._withdraw([self.request_id])
+
+    def __del__(self) -> None:
+        self.close()
+
+
 def _load(model: str | os.PathLike[str], dtype: str, tokenizer: Any) -> tuple[ModelConfig, Params, Any]:
     from jpaged.weights import open_checkpoint
 
@@ -351,5 +451,9 @@ def _as_list(prompts: Any) -> list[Prompt]:
 
 
 def _refused(item: Any, error: str) -> RequestOutput:
-    text = item if isinstance(item, str) else item.get("prompt") if isinstance(item, Mapping) else None
-    return RequestOutput("", text if isinstance(text, str) else None, [], [], finished=True, error=error)
+    return RequestOutput("", _text_of(item), [], [], finished=True, error=error)
+
+
+def _text_of(item: Any) -> str | None:
+    text = item.get("prompt") if isinstance(item, Mapping) else item
+    return text if isinstance(text, str) else None

@@ -161,6 +161,11 @@ class Request:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
+    def paused(self) -> bool:
+        """Whether it waits for `pause_at` to be moved."""
+        return self.pause_at is not None and self.num_tokens + self.num_pending >= self.pause_at
+
+    @property
     def finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 

@@ -31,7 +31,7 @@ from jpaged.engine.runner import (
 from jpaged.engine.sizing import Sizes, device_pool_bytes, resolve_sizes
 from jpaged.models.transformer import Params
 from jpaged.ops.sampling import Variant
-from jpaged.request import FinishReason, Request, RequestOutput
+from jpaged.request import FinishReason, Request, RequestOutput, RequestStatus
 from jpaged.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
 from jpaged.scheduling.kv_manager import KVManager, KVStats
 from jpaged.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerStats
@@ -249,10 +249,8 @@ class Engine:
           ValueError: the request is unknown, has ended, or is one of several completions (`n > 1`).
         """
         check_int("count", count, low=1)
-        group = self._groups.get(request_id)
-        if group is None or group.finished or len(group.sequences) != 1:
-            raise ValueError(f"request_id={request_id!r} must be of a running request with n=1")
-        return [self._fork(group) for _ in range(count)]
+        self._single(request_id)
+        return [self._fork(self._groups[request_id]) for _ in range(count)]
 
     def _fork(self, group: RequestGroup) -> str:
         source = group.sequences[0]
@@ -277,6 +275,39 @@ class Engine:
         self._groups[request_id] = branch
         self._num_added += 1
         return request_id
+
+    def pause(self, request_id: str, output_tokens: int) -> None:
+        """Lets a request wait, keeping its blocks, once it has that many output tokens.
+
+        Raises:
+          ValueError: the request is unknown, or may have that many already.
+        """
+        request = self._single(request_id)
+        pause_at = request.num_prompt_tokens + output_tokens
+        if pause_at <= request.num_tokens + request.num_pending:
+            raise ValueError(f"{output_tokens=} must be more than {request_id!r} has")
+        request.pause_at = pause_at
+
+    def resume(self, request_id: str, token: int) -> None:
+        """Goes on by one token from a pause, with `token` in place of the last one sampled.
+
+        Raises:
+          ValueError: the request is unknown or not paused.
+        """
+        request = self._single(request_id)
+        if request.pause_at != request.num_tokens:
+            raise ValueError(f"request_id={request_id!r} must be paused")
+        request.pause_at += 1
+        if request.status is RequestStatus.RUNNING:
+            self.scheduler.replace_last_token(request, token)
+        else:
+            request.token_ids[-1] = token
+
+    def _single(self, request_id: str) -> Request:
+        group = self._groups.get(request_id)
+        if group is None or group.finished or len(group.sequences) != 1:
+            raise ValueError(f"request_id={request_id!r} must be of an unfinished request with n=1")
+        return group.sequences[0].request
 
     def update_params(self, params: Params) -> None:
         """Replaces the model's weights, for those who train and generate in turn; empties the prefix cache.

@@ -200,10 +200,10 @@ class RadixCache(CacheBase[_Node]):
     def _resume(self, block_ids: Sequence[int], cursor: int, salt: str | None) -> tuple[_Node, int]:
         """The node that holds the block before the cursor, and the cursor; else the root, and 0."""
         node = self._node_of.get(block_ids[cursor - 1]) if cursor else None
-        if node is not None and node.start < cursor <= node.end:
-            if node.block_ids[cursor - 1 - node.start] == block_ids[cursor - 1]:
-                return node, cursor
-        return self._roots.get(salt) or _Node(None, salt, 0, self._clock), 0
+        if node is None:
+            return self._roots.get(salt) or _Node(None, salt, 0, self._clock), 0
+        assert node.block_ids[cursor - 1 - node.start] == block_ids[cursor - 1], "cached in another place"
+        return node, cursor
 
     def _agreeing_blocks(self, node: _Node, tokens: list[int], done: int, count: int) -> list[int]:
         """The node's blocks, from block `done` of the sequence on, that hold the sequence's tokens."""

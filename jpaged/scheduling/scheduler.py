@@ -177,6 +177,21 @@ class Scheduler:
         self.stats.preemptions += 1
         self.waiting.add_preempted(request)
 
+    def _preempt_paused(self) -> bool:
+        """Makes room for those that wait and could run, where only paused requests are in their way."""
+        paused = [request for request in self.running if request.paused]
+        if not paused or all(r.paused or r.num_pending for r in self.waiting):
+            return False
+        self.preempt(paused[-1])
+        return True
+
+    def replace_last_token(self, request: Request, token: int) -> None:
+        """Lets a paused request go on from another token than the one that was sampled."""
+        assert request.status is RequestStatus.RUNNING and not request.num_pending
+        assert request.num_scheduled == request.num_tokens - 1, "the last token is stored already"
+        request.token_ids[-1] = token
+        self._known_at_admission[request.request_id] = request.num_tokens  # not the one on the device
+
     def _leave_row(self, request: Request, *, keep: bool = True) -> None:
         self.kv.release(request, keep=keep)
         self.running.remove(request)
@@ -200,6 +215,8 @@ class Scheduler:
         budget -= self._grant_prefills(grants, budget, only_if_completed=True)
         budget -= self._admit(grants, admitted, budget)
         self._grant_prefills(grants, budget)
+        while not grants and self._preempt_paused():
+            self._admit(grants, admitted, budget)
         if not grants:
             return None
         rows = tuple(self._admitted_row(request) for request in admitted if request in grants)
@@ -211,7 +228,7 @@ class Scheduler:
     def _todo(self, request: Request) -> int:
         """Tokens of a running request that could be computed now, pending ones included."""
         total = request.num_tokens + request.num_pending
-        if total >= request.max_total_tokens or (request.pause_at is not None and total >= request.pause_at):
+        if total >= request.max_total_tokens or request.paused:
             return 0
         return total - request.num_scheduled
 
@@ -255,7 +272,7 @@ class Scheduler:
             if left <= 0 or not self._free_rows:
                 break
             # A token still on the device will be known after the next update.
-            if request.num_pending or self._should_wait(request):
+            if request.num_pending or request.paused or self._should_wait(request):
                 continue
             if not self.kv.acquire(request, promised):
                 break
