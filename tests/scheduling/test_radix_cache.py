@@ -211,6 +211,18 @@ def test_inserting_without_a_cursor_walks_and_splits_by_itself(owner):
     assert owner.counts() == (6, 4, 0)
 
 
+def test_what_parts_inside_a_node_does_not_fall_among_its_children(owner):
+    owner.run("aaaabbbb")
+    owner.run("aaaabbbbcccc")
+    assert owner.shape() == [[None, [["aaaabbbb", [1, 2], [["cccc", [3], []]]]]]]
+    table = owner.pool.allocate(2)
+    assert owner.insert("aaaacccc", table) == InsertResult(2, (Replacement(0, 1),))
+    assert table == [1, 5]
+    assert owner.shape() == [
+        [None, [["aaaa", [1], [["bbbb", [2], [["cccc", [3], []]]], ["cccc", [5], []]]]]],
+    ]
+
+
 def test_a_prefix_of_what_is_cached_adds_nothing(owner):
     owner.run("aaaabbbbcccc")
     owner.hold(1, 2)
@@ -448,6 +460,18 @@ def test_a_shared_trunk_goes_last(owner):
     assert owner.evict(2) == [2, 3]
     assert owner.shape() == [[None, [["aaaa", [1], []], ["dddd", [4], []]]]]
     assert owner.evict(2) == [1, 4]
+
+
+def test_a_leaf_that_was_a_trunk_for_a_while_is_queued_once(owner):
+    owner.run("aaaa")
+    owner.run("aaaabbbb")
+    assert owner.evict(1) == [2]
+    assert len(owner.cache._queue) == 1
+    held = owner.start("aaaa")
+    assert owner.evict(1) == []
+    assert len(owner.cache._queue) == 0
+    owner.drop(*held)
+    assert owner.evict(1) == [1]
 
 
 def test_referenced_blocks_stay_and_those_behind_them_go(owner):
