@@ -143,13 +143,17 @@ class RadixCache(CacheBase[_Node]):
         path = _Path([])
         node, position = self._roots.get(salt), 0
         while node is not None and position < limit:
-            child, agreeing = node.closest_child(tuple(tokens[position : min(position + size, limit)]))
-            if agreeing == size:
-                assert child is not None
+            wanted = tuple(tokens[position : min(position + size, limit)])
+            child = node.child(wanted)
+            if child is None:
+                path.partial_node, path.partial_tokens = node.closest_child(wanted)
+                break
+            agreeing = size
+            if len(child.block_ids) > 1:
                 agreeing = _count_agreeing(child.token_ids, tokens, position, limit)
-                path.nodes.append(child)
-                path.num_blocks += agreeing // size
-            if child is None or agreeing < len(child.token_ids):
+            path.nodes.append(child)
+            path.num_blocks += agreeing // size
+            if agreeing < len(child.token_ids):
                 if agreeing % size:
                     path.partial_node, path.partial_tokens = child, agreeing % size
                 break
