@@ -33,3 +33,51 @@ def random_requests(
         prompt = [rng.randrange(3, vocab_size) for _ in range(rng.randint(*input_len))]
         requests.append(BenchRequest(prompt, rng.randint(*output_len)))
     return requests
+
+
+def shared_prefix_requests(
+    groups: int,
+    per_group: int,
+    *,
+    prefix_len: int,
+    question_len: int,
+    output_len: int,
+    seed: int,
+    vocab_size: int,
+) -> list[BenchRequest]:
+    """Groups of prompts that share a long prefix, shuffled: the shape of SGLang's generated-shared-prefix."""
+    rng = random.Random(seed)
+
+    def ids(count: int) -> list[int]:
+        return [rng.randrange(3, vocab_size) for _ in range(count)]
+
+    requests = []
+    for _ in range(groups):
+        prefix = ids(prefix_len)
+        requests += [BenchRequest(prefix + ids(question_len), output_len) for _ in range(per_group)]
+    rng.shuffle(requests)
+    return requests
+
+
+class TokenTrie:
+    """Every prefix that has been seen, to the token: what a perfect cache would know."""
+
+    def __init__(self) -> None:
+        self._root: dict = {}
+
+    def add(self, token_ids: list[int]) -> int:
+        """Adds a sequence; returns how many of its tokens were not there yet."""
+        node, new = self._root, 0
+        for token in token_ids:
+            new += token not in node
+            node = node.setdefault(token, {})
+        return new
+
+    def find(self, token_ids: list[int]) -> int:
+        """Length of the longest prefix that is there."""
+        node, found = self._root, 0
+        for token in token_ids:
+            if token not in node:
+                break
+            node, found = node[token], found + 1
+        return found

@@ -80,15 +80,16 @@ class Request:
     Counts of tokens: `num_tokens` known ids, then `num_pending` sampled ids that are still on the
     device. `num_scheduled` tokens, from the start, have been given to the device; their KV may
     be read by any later step. A step computes tokens `[num_scheduled, num_scheduled + n)`. The first
+    `num_from_host` ids are fed by the host, the later ones were sampled in the request's row. The first
     `num_committed` blocks of `block_ids` are known to the prefix cache. Entries of `block_ids` from
     `table_changed` on have changed since the device was told.
     """
 
     __slots__ = (
         "arrival", "block_ids", "cache_salt", "finish_reason", "fork_parent", "index", "max_total_tokens",
-        "num_cached_tokens", "num_committed", "num_pending", "num_preemptions", "num_prompt_tokens",
-        "num_scheduled", "params", "parent_id", "pause_at", "request_id", "row", "seed", "status",
-        "stop_ids", "stop_reason", "table_changed", "token_ids",
+        "num_cached_tokens", "num_committed", "num_from_host", "num_pending", "num_preemptions",
+        "num_prompt_tokens", "num_scheduled", "params", "parent_id", "pause_at", "request_id", "row",
+        "seed", "status", "stop_ids", "stop_reason", "table_changed", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -129,6 +130,7 @@ class Request:
         self.num_scheduled = 0
         self.num_pending = 0
         self.num_committed = 0
+        self.num_from_host = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.block_ids: list[int] = []

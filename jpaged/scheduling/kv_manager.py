@@ -181,8 +181,10 @@ class KVManager:
         Where the same tokens are cached in another block, the table is repointed to it and the
         duplicate is freed: `request.table_changed` says from where on.
         """
-        count = min(request.num_scheduled, request.num_tokens) // self.block_size
-        if self.cache is None or count <= request.num_committed:
+        if self.cache is None:
+            return
+        count = min(request.num_scheduled, len(request.token_ids)) // self.block_size
+        if count <= request.num_committed:
             return
         result = self.cache.insert(
             request.token_ids,

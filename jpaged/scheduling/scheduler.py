@@ -19,6 +19,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from jpaged.request import FinishReason, Request, RequestStatus
 from jpaged.sampling_params import SamplingParams
@@ -40,8 +41,7 @@ class AdmittedRow:
     num_prompt_tokens: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """The tokens [start, start + num_tokens) of one sequence.
 
     Attributes:
@@ -120,7 +120,6 @@ class Scheduler:
         self.running: list[Request] = []  # in order of arrival
         self._requests: dict[str, Request] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self._known_at_admission: dict[str, int] = {}
         self._awaited: dict[str, Request] = {}  # whose prefill a waiting request waits for
 
     # -- requests -----------------------------------------------------------------------------
@@ -190,7 +189,7 @@ class Scheduler:
         assert request.status is RequestStatus.RUNNING and not request.num_pending
         assert request.num_scheduled == request.num_tokens - 1, "the last token is stored already"
         request.token_ids[-1] = token
-        self._known_at_admission[request.request_id] = request.num_tokens  # not the one on the device
+        request.num_from_host = request.num_tokens  # not the one on the device
 
     def _leave_row(self, request: Request, *, keep: bool = True) -> None:
         self.kv.release(request, keep=keep)
@@ -198,7 +197,6 @@ class Scheduler:
         assert request.row is not None
         self._free_rows.append(request.row)
         request.row = None
-        del self._known_at_admission[request.request_id]
 
     # -- a step -------------------------------------------------------------------------------
 
@@ -209,12 +207,12 @@ class Scheduler:
             self.kv.commit(request)
         grants: dict[Request, int] = {}
         admitted: list[Request] = []
-        self._grant_decodes(grants)
+        prefills = self._grant_decodes(grants)
         budget = self.max_num_batched_tokens - len(grants)
-        budget -= self._grant_prefills(grants, (budget + 1) // 2)
-        budget -= self._grant_prefills(grants, budget, only_if_completed=True)
+        budget -= self._grant_prefills(prefills, grants, (budget + 1) // 2)
+        budget -= self._grant_prefills(prefills, grants, budget, only_if_completed=True)
         budget -= self._admit(grants, admitted, budget)
-        self._grant_prefills(grants, budget)
+        self._grant_prefills(prefills + admitted, grants, budget)
         while not grants and self._preempt_paused():
             self._admit(grants, admitted, budget)
         if not grants:
@@ -227,30 +225,44 @@ class Scheduler:
 
     def _todo(self, request: Request) -> int:
         """Tokens of a running request that could be computed now, pending ones included."""
-        total = request.num_tokens + request.num_pending
-        if total >= request.max_total_tokens or request.paused:
+        total = len(request.token_ids) + request.num_pending
+        if total >= request.max_total_tokens or (request.pause_at is not None and request.paused):
             return 0
         return total - request.num_scheduled
 
     def _decodes(self, request: Request) -> bool:
         """Whether all that is left to compute is the last token that was sampled in its row."""
-        return request.num_scheduled >= self._known_at_admission[request.request_id]
+        return request.num_scheduled >= request.num_from_host
 
-    def _grant_decodes(self, grants: dict[Request, int]) -> None:
+    def _grant_decodes(self, grants: dict[Request, int]) -> list[Request]:
+        """Gives every decoding sequence its token; returns the prefills under way, oldest first."""
+        size = self.kv.block_size
+        prefills = []
         for request in list(self.running):
-            if request.row is not None and self._decodes(request) and self._todo(request) == 1:
-                if self._make_room(request, request.num_scheduled + 1, grants):
-                    grants[request] = 1
+            scheduled = request.num_scheduled
+            if scheduled < request.num_from_host:
+                prefills.append(request)
+                continue
+            if request.row is None or self._todo(request) != 1:
+                continue
+            if scheduled < len(request.block_ids) * size or self._make_room(request, scheduled + 1, grants):
+                grants[request] = 1
+        return prefills
 
     def _grant_prefills(
-        self, grants: dict[Request, int], budget: int, *, only_if_completed: bool = False
+        self,
+        prefills: list[Request],
+        grants: dict[Request, int],
+        budget: int,
+        *,
+        only_if_completed: bool = False,
     ) -> int:
-        """Gives prefills under way up to `budget` more tokens, oldest first; returns how many."""
+        """Gives `prefills`, in their order, up to `budget` more tokens; returns how many."""
         left = budget
-        for request in list(self.running):
+        for request in prefills:
             if left <= 0:
                 break
-            if request.row is None or self._decodes(request):
+            if request.row is None:  # preempted meanwhile
                 continue
             have = grants.get(request, 0)
             todo = self._todo(request) - have
@@ -267,7 +279,7 @@ class Scheduler:
         left = budget
         if left <= 0 or not self._free_rows or not self.waiting:
             return 0
-        promised = sum(self._promised(request) for request in self.running)
+        promised = sum(self._promised(request) for request in self.running if not self._decodes(request))
         for request in self.waiting.candidates(self.stats.steps):
             if left <= 0 or not self._free_rows:
                 break
@@ -333,7 +345,7 @@ class Scheduler:
     def _enter_row(self, request: Request) -> None:
         request.row = self._free_rows.pop()
         request.status = RequestStatus.RUNNING
-        self._known_at_admission[request.request_id] = request.num_tokens
+        request.num_from_host = request.num_tokens
         request.table_changed = 0
         position = len(self.running)
         while position and self.running[position - 1].arrival > request.arrival:
@@ -369,8 +381,8 @@ class Scheduler:
         """Notes that `count` more tokens of the request are on the device."""
         assert request.row is not None and count > 0
         start, end = request.num_scheduled, request.num_scheduled + count
-        on_device = self._decodes(request)
-        samples = end == request.num_tokens + request.num_pending
+        on_device = start >= request.num_from_host
+        samples = end == len(request.token_ids) + request.num_pending
         targets = None
         if request.params.prompt_logprobs is not None and start < request.num_prompt_tokens:
             targets = tuple(request.token_ids[start + 1 : min(end + 1, request.num_prompt_tokens)])
@@ -378,15 +390,15 @@ class Scheduler:
         request.num_scheduled = end
         request.num_pending += samples
         return ScheduledSequence(
-            request_id=request.request_id,
-            row=request.row,
-            start=start,
-            num_tokens=count,
-            token_ids=None if on_device else tuple(request.token_ids[start:end]),
-            samples=samples,
-            prompt_targets=targets,
-            table_start=table_start,
-            table_blocks=tuple(request.block_ids[table_start:]),
+            request.request_id,
+            request.row,
+            start,
+            count,
+            None if on_device else tuple(request.token_ids[start:end]),
+            samples,
+            targets,
+            table_start,
+            tuple(request.block_ids[table_start:]),
         )
 
     def _count(self, sequences: Sequence[ScheduledSequence]) -> None:
@@ -453,4 +465,3 @@ class Scheduler:
             assert running == (request in self.running) == (request.row is not None)
             assert running or not request.block_ids
             assert len(request.block_ids) >= self.kv.blocks_for(request.num_scheduled)
-        assert self._known_at_admission.keys() == {r.request_id for r in self.running}
