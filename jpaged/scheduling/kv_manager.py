@@ -67,7 +67,7 @@ class KVManager:
         self.cache = make_prefix_cache(prefix_cache, self.pool, block_size, eviction_policy)
         self.stats = KVStats()
         self._copies: dict[str, BlockCopy] = {}  # of the step that is being planned
-        self._pinned: list[int] = []  # sources of its copies, referenced until it is dispatched
+        self._pinned: list[int] = []  # sources of its copies and their prefixes, until it is dispatched
 
     # -- counts -------------------------------------------------------------------------------
 
@@ -136,15 +136,23 @@ class KVManager:
 
     def _find(self, request: Request) -> _Found:
         parent = request.fork_parent
-        if parent is not None and parent.status is RequestStatus.RUNNING:
-            shared = min(parent.num_scheduled, request.num_tokens - 1)
-            count, rest = divmod(shared, self.block_size)
+        if self._can_fork(parent):
+            assert parent is not None
+            self.commit(parent)
+            count, rest = divmod(min(parent.num_scheduled, request.num_tokens - 1), self.block_size)
+            if self.cache is not None and count > parent.num_committed:
+                count, rest = parent.num_committed, 0  # tables share what is cached only
             partial = PartialMatch(parent.block_ids[count], rest) if rest else None
             return _Found(parent.block_ids[:count], partial, min(count, parent.num_committed))
         if self.cache is None or _computes_all(request):
             return _Found((), None, 0)
         match = self.cache.match(request.token_ids, request.num_tokens - 1, request.cache_salt)
         return _Found(match.block_ids, match.partial, match.cursor)
+
+    def _can_fork(self, parent: Request | None) -> bool:
+        """Whether the parent's blocks hold what they should by the time a copy of this step reads them."""
+        running = parent is not None and parent.status is RequestStatus.RUNNING
+        return running and parent.request_id not in self._copies
 
     def _copy(self, request: Request, partial: PartialMatch) -> None:
         """Gives the request a copy of a block that it agrees with in part; the source is pinned."""
@@ -154,7 +162,10 @@ class KVManager:
         request.block_ids.append(target)
         request.num_scheduled += partial.num_tokens
         self._copies[request.request_id] = BlockCopy(partial.block_id, target)
-        self._pinned.append(partial.block_id)
+        # What comes before the source is pinned with it: who references a block references its prefix.
+        chain = [*request.block_ids[:-1], partial.block_id]
+        self._reference(chain[:-1])
+        self._pinned += chain
         self.stats.copies += 1
 
     def _count_hits(self, request: Request) -> None:
@@ -220,8 +231,8 @@ class KVManager:
         self._copies.clear()
         return copies
 
-    def begin_step(self) -> None:
-        """The step before has been dispatched: what was pinned for it may go."""
+    def unpin(self) -> None:
+        """All planned steps have been dispatched: the sources of their copies may go."""
         self._dereference(self._pinned)
         self._pinned = []
 

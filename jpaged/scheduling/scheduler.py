@@ -202,7 +202,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """Plans the next step and books its tokens; `None` if there is nothing to compute."""
-        self.kv.begin_step()
+        self.kv.unpin()
         for request in self.running:
             self.kv.commit(request)
         grants: dict[Request, int] = {}
@@ -432,6 +432,7 @@ class Scheduler:
           the requests that got a token or failed, in the step's order. Tokens of requests that have
           ended meanwhile are dropped.
         """
+        self.kv.unpin()
         progressed = []
         for sequence in step.sequences:
             request = self._requests.get(sequence.request_id)

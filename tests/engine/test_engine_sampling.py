@@ -314,6 +314,19 @@ def test_bad_words_are_never_completed(texts):
     assert tokens[0] not in ids(second)
 
 
+def test_a_bad_word_is_not_completed_across_a_preemption(config, params, texts):
+    (free,) = run(texts, [(PROMPT, GREEDY)])
+    word = texts.tokenizer.decode(ids(free)[2:6])
+    wanted = dataclasses.replace(GREEDY, bad_words=[word])
+    other, preempted = preempting(
+        engine_of(config, params, tokenizer=Characters(), overlap=False),
+        lambda request: request.num_output_tokens == 5,
+    )
+    outputs = run(other, [(PROMPT, wanted)])
+    assert len(preempted) == 1 and ids(outputs[0])[:5] == ids(free)[:5]
+    assert ids(outputs[0]) == ids(run(texts, [(PROMPT, wanted)])[0]) != ids(free)
+
+
 @pytest.mark.parametrize("max_tokens", [0, 1, None, 10**9])
 def test_max_tokens_is_exact_and_leaves_neighbours_alone(engine, max_tokens):
     neighbours = [(NEIGHBOURS[1], GREEDY), (NEIGHBOURS[3], GREEDY)]
