@@ -401,6 +401,15 @@ def test_ties_beyond_the_candidates_are_kept_too(lowest):
     assert kept.all()
 
 
+@pytest.mark.parametrize("top_k", [64, 65, 70, 71, 98, 99])
+def test_neighbouring_floats_are_told_apart(lowest, top_k):
+    logits = -np.arange(SMALL, dtype=np.float32) * np.float32(2**-23) - 1
+    logits[0] = 0
+    assert len(set(logits.tolist())) == SMALL
+    kept = is_kept(lowest, logits, SamplingParams(top_k=top_k), np.arange(SMALL))
+    assert np.flatnonzero(kept).tolist() == list(range(top_k))
+
+
 def test_top_k_counts_what_min_p_left_and_top_p_what_both_left(lowest):
     """Probabilities 0.4, 0.3, 0.1 six times 0.05 at temperature 1."""
     logits = np.log(np.array([0.4, 0.3, 0.1] + [0.05] * 4)).astype(np.float32)
