@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from conftest import tiny_config, tiny_params
+
 from jpaged import LLM, SamplingParams
 
 
@@ -36,14 +36,18 @@ def naive(llm: LLM, prompt: list[int], width: int, max_tokens: int, penalty: flo
     return sorted(scored, key=lambda beam: -beam[1])[:width]
 
 
-@pytest.mark.parametrize(("width", "max_tokens", "penalty"), [(1, 6, 1.0), (3, 12, 1.0), (4, 20, 0.5), (8, 9, 2.0)])
+SEARCHES = [(1, 6, 1.0), (3, 12, 1.0), (4, 20, 0.5), (8, 9, 2.0)]
+
+
+@pytest.mark.parametrize(("width", "max_tokens", "penalty"), SEARCHES)
 def test_beams_are_those_of_a_search_from_scratch(llm, width, max_tokens, penalty):
     prompts = [np.random.default_rng(seed).integers(3, 301, 5 + 14 * seed).tolist() for seed in range(3)]
     outputs = llm.beam_search(prompts, beam_width=width, max_tokens=max_tokens, length_penalty=penalty)
     for prompt, output in zip(prompts, outputs, strict=True):
         expected = naive(llm, prompt, width, max_tokens, penalty)
         assert [beam.token_ids for beam in output.beams] == [ids for ids, _ in expected]
-        np.testing.assert_allclose([b.score for b in output.beams], [score for _, score in expected], atol=1e-4)
+        scores = [score for _, score in expected]
+        np.testing.assert_allclose([beam.score for beam in output.beams], scores, atol=1e-4)
     assert llm.engine.stats()["kv_blocks_active"] == 0 and not llm.engine.has_unfinished()
 
 
