@@ -96,7 +96,8 @@ class Engine:
         self._in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()
         self._groups: dict[str, RequestGroup] = {}
         self._sequences: dict[str, tuple[RequestGroup, SequenceOutput]] = {}
-        self._ended: list[RequestGroup] = []  # ended outside of a step, not reported yet
+        self._unreported: list[SequenceOutput] = []  # of what happened outside of a step that completed
+        self._outbox: list[RequestOutput] = []
         self._num_added = 0
 
     def _new_scheduler(self) -> Scheduler:
@@ -233,8 +234,7 @@ class Engine:
         for sequence in group.sequences:
             if not sequence.request.finished:
                 self.scheduler.finish(sequence.request, FinishReason.ABORT)
-                sequence.take_tokens()
-        self._ended.append(group)
+        self._unreported += group.sequences
 
     def fork(self, request_id: str, count: int = 1) -> list[str]:
         """Branches a running request at its last known token.
@@ -337,7 +337,7 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything left to do or to report."""
-        return bool(self._groups)
+        return bool(self._groups or self._outbox)
 
     @property
     def num_unfinished(self) -> int:
@@ -359,7 +359,9 @@ class Engine:
             step = self.scheduler.schedule()
             results = self._run(step)
             progressed = [self._update(*result) for result in results]
-            return self._collect(progressed)
+            self._collect([sequence for sequences in progressed for sequence in sequences])
+            outputs, self._outbox = self._outbox, []
+            return outputs
 
     def _run(self, step: ScheduledStep | None) -> list[tuple[ScheduledStep, StepResult]]:
         """Dispatches a step; waits for those before it, and for itself without overlap."""
@@ -380,17 +382,16 @@ class Engine:
             if entry is not None and entry[0].metrics.first_scheduled_time is None:
                 entry[0].metrics.first_scheduled_time = now
         self._take_prompt_logprobs(result)
+        for request_id, values in result.logprobs.items():
+            if request_id in self._sequences:
+                self._sequences[request_id][1].note_logprobs(values)
         progressed = []
         for request in self.scheduler.update(step, result.tokens, result.failures):
             group, sequence = self._sequences[request.request_id]
             if request.finish_reason is FinishReason.ERROR:
-                group.error = str(request.stop_reason)
                 self._abort_others(group)
             else:
                 group.metrics.first_token_time = group.metrics.first_token_time or now
-                values = result.logprobs.get(request.request_id)
-                if values is not None:
-                    sequence.add_logprobs(request.token_ids[-1], values)
             progressed.append(sequence)
         return progressed
 
@@ -412,30 +413,36 @@ class Engine:
                     group.prompt_logprobs.append(logprob_dict(token, values, count, self._decoder))
                 position += 1
 
-    def _collect(self, progressed: list[list[SequenceOutput]]) -> list[RequestOutput]:
-        """Detokenizes, applies stop strings, and reports."""
-        groups = {id(group): group for group in self._ended}
-        self._ended = []
-        for sequence in (s for sequences in progressed for s in sequences):
-            stop = sequence.take_tokens()
+    def _collect(self, progressed: list[SequenceOutput]) -> None:
+        """Detokenizes, applies stop strings, and reports into the outbox."""
+        groups: dict[str, RequestGroup] = {}
+        for sequence in [*self._unreported, *progressed]:
             request = sequence.request
+            if request.request_id not in self._sequences:
+                continue  # reported as finished already
+            stop = sequence.take_tokens()
             if stop is not None:
                 if request.finished:
                     request.finish_reason, request.stop_reason = FinishReason.STOP, stop
                 else:
                     self.scheduler.finish(request, FinishReason.STOP, stop)
             group = self._sequences[request.request_id][0]
-            groups[id(group)] = group
-        return [self._report(group) for group in groups.values() if group.stream or group.finished]
+            groups[group.request_id] = group
+        for group in groups.values():
+            if group.finished:
+                group.metrics.finished_time = time.monotonic()
+        # What is noted here leaves with the next step that completes, whatever happens in between.
+        self._outbox += [group.snapshot() for group in groups.values() if group.stream or group.finished]
+        self._unreported = []
+        for group in groups.values():
+            if group.finished:
+                self._forget(group)
 
-    def _report(self, group: RequestGroup) -> RequestOutput:
-        if group.finished:
-            group.metrics.finished_time = time.monotonic()
-            del self._groups[group.request_id]
-            for sequence in group.sequences:
-                del self._sequences[sequence.request.request_id]
-                self.runner.forget(sequence.request.request_id)
-        return group.snapshot()
+    def _forget(self, group: RequestGroup) -> None:
+        del self._groups[group.request_id]
+        for sequence in group.sequences:
+            del self._sequences[sequence.request.request_id]
+            self.runner.forget(sequence.request.request_id)
 
     @contextmanager
     def _recovering(self) -> Iterator[None]:
@@ -458,9 +465,7 @@ class Engine:
                 if not sequence.request.finished:
                     sequence.request.reset()
                     self.scheduler.add(sequence.request)
-            if group.prompt_logprobs is not None:
-                del group.prompt_logprobs[1:]
-        self._ended = [group for group in self._groups.values() if group.finished]
+        self._unreported = [sequence for _, sequence in self._sequences.values()]
 
     # -- sight --------------------------------------------------------------------------------
 

@@ -29,8 +29,7 @@ class SequenceOutput:
         params = request.params
         self.request = request
         self.num_seen = 0
-        self.cumulative_logprob = 0.0
-        self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self._values: list[TokenLogprobs] = []  # by output token
         self._decoder = decoder
         self._incremental = stream or bool(params.stop)
         self._detokenizer: IncrementalDetokenizer | None = None
@@ -66,31 +65,32 @@ class SequenceOutput:
             stop = self._detokenizer.finish().stop
         return stop
 
-    def add_logprobs(self, token: int, values: TokenLogprobs) -> None:
-        self.cumulative_logprob += values.logprob
-        if self.logprobs is not None:
-            self.logprobs.append(
-                logprob_dict(token, values, self.request.params.logprobs or 0, self._decoder)
-            )
+    def note_logprobs(self, values: TokenLogprobs) -> None:
+        """Keeps the values of the token that comes next, in place of earlier ones for that token."""
+        del self._values[self.request.num_output_tokens :]
+        self._values.append(values)
 
     def continue_from(self, other: SequenceOutput) -> None:
-        """Starts with what another sequence, of which this one is a branch, has reported so far."""
-        self.cumulative_logprob = other.cumulative_logprob
-        self.logprobs = None if other.logprobs is None else list(other.logprobs)
+        """Starts with what another sequence, of which this one is a branch, has noted so far."""
+        self._values = other._values[: self.request.num_output_tokens]
 
     def snapshot(self) -> CompletionOutput:
         """A copy of what there is so far."""
-        request = self.request
-        discard = request.params.max_tokens == 0
+        request, count = self.request, self.request.params.logprobs
+        token_ids = [] if request.params.max_tokens == 0 else request.output_token_ids
+        values = list(zip(token_ids, self._values, strict=False)) if count is not None else None
         return CompletionOutput(
             index=request.index,
-            text="" if discard else self.text,
-            token_ids=[] if discard else request.output_token_ids,
+            text=self.text if token_ids else "",
+            token_ids=token_ids,
             finish_reason=request.finish_reason and str(request.finish_reason),
             stop_reason=request.stop_reason,
-            cumulative_logprob=None if self.logprobs is None or discard else self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else [] if discard else list(self.logprobs),
+            cumulative_logprob=None if values is None else sum(v.logprob for _, v in values),
+            logprobs=None if values is None else [self._logprob_dict(t, v) for t, v in values],
         )
+
+    def _logprob_dict(self, token: int, values: TokenLogprobs) -> dict[int, Logprob]:
+        return logprob_dict(token, values, self.request.params.logprobs or 0, self._decoder)
 
 
 @dataclasses.dataclass(slots=True)
@@ -104,11 +104,16 @@ class RequestGroup:
     stream: bool
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    error: str | None = None
+
+    @property
+    def error(self) -> str | None:
+        """Why the request failed, if one of its sequences did."""
+        failed = [s.request for s in self.sequences if s.request.finish_reason is FinishReason.ERROR]
+        return str(failed[0].stop_reason) if failed else None
 
     @property
     def finished(self) -> bool:
-        return self.error is not None or all(s.request.finished for s in self.sequences)
+        return all(s.request.finished for s in self.sequences)
 
     def snapshot(self) -> RequestOutput:
         """A copy of what there is so far."""

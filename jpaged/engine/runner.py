@@ -135,6 +135,7 @@ class ModelRunner:
         self.packer.forget(request_id)
 
     def reset(self) -> None:
+        del self.cache, self.state  # before new ones are made: two pools may not fit
         self._restore()
 
     def _copy(self, copies: tuple[BlockCopy, ...]) -> None:

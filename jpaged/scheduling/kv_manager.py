@@ -136,8 +136,7 @@ class KVManager:
 
     def _find(self, request: Request) -> _Found:
         parent = request.fork_parent
-        if self._can_fork(parent):
-            assert parent is not None
+        if parent is not None and self._can_share(parent):
             self.commit(parent)
             count, rest = divmod(min(parent.num_scheduled, request.num_tokens - 1), self.block_size)
             if self.cache is not None and count > parent.num_committed:
@@ -149,10 +148,9 @@ class KVManager:
         match = self.cache.match(request.token_ids, request.num_tokens - 1, request.cache_salt)
         return _Found(match.block_ids, match.partial, match.cursor)
 
-    def _can_fork(self, parent: Request | None) -> bool:
+    def _can_share(self, parent: Request) -> bool:
         """Whether the parent's blocks hold what they should by the time a copy of this step reads them."""
-        running = parent is not None and parent.status is RequestStatus.RUNNING
-        return running and parent.request_id not in self._copies
+        return parent.status is RequestStatus.RUNNING and parent.request_id not in self._copies
 
     def _copy(self, request: Request, partial: PartialMatch) -> None:
         """Gives the request a copy of a block that it agrees with in part; the source is pinned."""

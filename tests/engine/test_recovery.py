@@ -179,12 +179,11 @@ FAULTS = [
 ]
 
 
-lost = pytest.mark.xfail(reason="what was noted but not reported yet is lost in a restart", strict=True)
 CASES = [pytest.param(fault, overlap) for fault in FAULTS[:3] for overlap in (True, False)] + [
-    pytest.param(interrupted_after_update, True, marks=lost),
-    pytest.param(interrupted_after_update, False, marks=lost),
+    pytest.param(interrupted_after_update, True),
+    pytest.param(interrupted_after_update, False),
     pytest.param(interrupted_before_collecting, True),
-    pytest.param(interrupted_before_collecting, False, marks=lost),
+    pytest.param(interrupted_before_collecting, False),
 ]
 
 
@@ -240,7 +239,6 @@ def test_a_request_can_be_aborted_after_a_failed_step(config, params, expected):
     assert_idle(engine)
 
 
-@pytest.mark.xfail(reason="a restart makes new pools while the old ones are alive", strict=True)
 def test_the_old_pools_are_gone_before_new_ones_are_made(config, params, monkeypatch):
     """A pool may fill most of the memory: two of them do not fit."""
     engine = engine_of(config, params)
