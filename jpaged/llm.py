@@ -132,13 +132,14 @@ class LLM:
         """Ids of a prompt: a string, ids, or a mapping with `prompt`, `prompt_token_ids` or `messages`.
 
         A string is tokenized as the tokenizer does by default, with a beginning-of-sequence id if
-        it adds one. Ids are taken as they are.
+        it adds one; there is a warning where the string begins with that token already. Ids are taken
+        as they are.
 
         Raises:
           ValueError: the prompt is not one of these, or needs a tokenizer that is not there.
         """
         if isinstance(prompt, str):
-            return EncodedPrompt(prompt, list(self._need_tokenizer().encode(prompt)))
+            return self._encode_text(prompt)
         if isinstance(prompt, Mapping):
             keys = [key for key in ("prompt", "prompt_token_ids", "messages") if prompt.get(key) is not None]
             if len(keys) != 1:
@@ -148,14 +149,27 @@ class LLM:
             value = prompt[keys[0]]
             if keys[0] == "messages":
                 return self.encode_chat(value)
-            if isinstance(value, str) != (keys[0] == "prompt"):
+            if isinstance(value, str) != (keys[0] == "prompt") or isinstance(value, Mapping):
                 raise ValueError(
                     f"{keys[0]}={value!r} must be {'a string' if keys[0] == 'prompt' else 'token ids'}"
                 )
             return self.encode_prompt(value)
-        if isinstance(prompt, Sequence) or hasattr(prompt, "tolist"):
+        is_array = getattr(prompt, "ndim", 0) > 0
+        if is_array or (isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray))):
             return EncodedPrompt(None, list(prompt))  # type: ignore[arg-type]  # checked by the engine
         raise ValueError(f"prompt={prompt!r} must be a string, token ids, or a mapping that holds them")
+
+    def _encode_text(self, text: str) -> EncodedPrompt:
+        tokenizer = self._need_tokenizer()
+        token_ids = list(tokenizer.encode(text))
+        begin = getattr(tokenizer, "bos_token_id", None)
+        if begin is not None and token_ids[:2] == [begin, begin]:
+            logger.warning(
+                "a prompt begins with the beginning-of-sequence token %r, and the tokenizer adds another; "
+                "pass a conversation to chat, or token ids",
+                tokenizer.bos_token,
+            )
+        return EncodedPrompt(text, token_ids)
 
     def encode_chat(self, messages: Sequence[Message]) -> EncodedPrompt:
         """Renders a conversation with the model's chat template, up to where the assistant speaks.
@@ -208,13 +222,17 @@ class LLM:
           `outputs`; the others are not affected.
 
         Raises:
-          ValueError: the number of `sampling_params` is not the number of prompts.
+          ValueError: the number of `sampling_params` is not the number of prompts, or something else
+            is among them.
         """
         items = _as_list(prompts)
         if isinstance(sampling_params, SamplingParams) or sampling_params is None:
             params = [sampling_params or SamplingParams()] * len(items)
         else:
-            params = list(sampling_params)
+            params = [item or SamplingParams() for item in sampling_params]
+            wrong = [item for item in params if not isinstance(item, SamplingParams)]
+            if wrong or isinstance(sampling_params, (str, Mapping)):
+                raise ValueError(f"sampling_params={sampling_params!r} must be SamplingParams or a list of them")
             if len(params) != len(items):
                 raise ValueError(
                     f"{len(params)} sampling_params for {len(items)} prompts; give one, or one for each"

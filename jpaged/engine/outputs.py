@@ -29,6 +29,7 @@ class SequenceOutput:
         params = request.params
         self.request = request
         self.num_seen = 0
+        self._complete = False  # all text is out
         self._values: list[TokenLogprobs] = []  # by output token
         self._decoder = decoder
         self._incremental = stream or bool(params.stop)
@@ -48,10 +49,14 @@ class SequenceOutput:
         return self._detokenizer.text if self._detokenizer else ""
 
     def take_tokens(self) -> str | None:
-        """Catches up with the request's known ids; returns a stop string if they complete one."""
+        """Catches up with the request's known ids; returns a stop string if they complete one.
+
+        Called again, it does nothing.
+        """
         request = self.request
-        if self._detokenizer is None or not (self._incremental or request.finished):
+        if self._detokenizer is None or self._complete or not (self._incremental or request.finished):
             return None
+        self._complete = request.finished
         output = request.output_token_ids
         new = output[self.num_seen :]
         self.num_seen = len(output)
