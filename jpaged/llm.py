@@ -229,10 +229,11 @@ class LLM:
         if isinstance(sampling_params, SamplingParams) or sampling_params is None:
             params = [sampling_params or SamplingParams()] * len(items)
         else:
-            params = [item or SamplingParams() for item in sampling_params]
-            wrong = [item for item in params if not isinstance(item, SamplingParams)]
-            if wrong or isinstance(sampling_params, (str, Mapping)):
-                raise ValueError(f"sampling_params={sampling_params!r} must be SamplingParams or a list of them")
+            params = [SamplingParams() if item is None else item for item in sampling_params]
+            if not all(isinstance(item, SamplingParams) for item in params):
+                raise ValueError(
+                    f"sampling_params={sampling_params!r} must be SamplingParams, or a list of them"
+                )
             if len(params) != len(items):
                 raise ValueError(
                     f"{len(params)} sampling_params for {len(items)} prompts; give one, or one for each"
