@@ -352,8 +352,7 @@ class EngineConfig:
     """How an engine is sized and what it promises. `None` means: derived at start-up.
 
     Attributes:
-      dtype: of weights and KV cache; `auto` is the checkpoint's on a GPU and bfloat16 on a CPU
-        (measured in `docs/performance.md`).
+      dtype: of weights and KV cache; `auto` keeps that of `params`. (`LLM` chooses one when it loads.)
       max_model_len: longest sequence in tokens, prompt and output together.
       max_num_seqs: most sequences that run at once (rows of the device arrays).
       max_num_batched_tokens: most tokens computed in one step.

@@ -12,6 +12,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,8 +31,7 @@ logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
-CPU_DTYPE = "bfloat16"
-"""What `dtype="auto"` means on a CPU: measured, see docs/performance.md."""
+_CPU_BFLOAT16 = ("avx512_bf16", "amx_bf16")  # instructions without which bfloat16 is no faster
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +80,8 @@ class LLM:
           model: see `jpaged.weights.open_checkpoint`.
           config, params: instead of `model`.
           tokenizer: a transformers tokenizer, or the path of one; by default the model's own.
-          dtype: `auto` is the checkpoint's on a GPU, bfloat16 on a CPU, and for `params` in memory
-            their own.
+          dtype: `auto` is the checkpoint's on a GPU, on a CPU bfloat16 if it has instructions for it
+            and else float32, and for `params` in memory their own.
 
         The other arguments are fields of `EngineConfig`.
 
@@ -447,11 +447,23 @@ def _load(model: str | os.PathLike[str], dtype: str, tokenizer: Any) -> tuple[Mo
     started = time.monotonic()
     checkpoint = open_checkpoint(model)
     if dtype == "auto":
-        dtype = CPU_DTYPE if jax.default_backend() == "cpu" else checkpoint.config.dtype
+        dtype = cpu_dtype() if jax.default_backend() == "cpu" else checkpoint.config.dtype
     tokenizer = tokenizer if tokenizer is not None else checkpoint.load_tokenizer()
     params = checkpoint.load_params(dtype)
     logger.info("loaded %s in %s in %.1f s", model, dtype, time.monotonic() - started)
     return checkpoint.config, params, tokenizer
+
+
+def cpu_dtype(cpuinfo: str = "/proc/cpuinfo") -> str:
+    """What `dtype="auto"` means on a CPU: bfloat16 where it has instructions for it, else float32.
+
+    Measured; see docs/performance.md.
+    """
+    try:
+        flags = Path(cpuinfo).read_text(encoding="utf-8", errors="replace").split()
+    except OSError:
+        return "float32"
+    return "bfloat16" if any(flag in flags for flag in _CPU_BFLOAT16) else "float32"
 
 
 def _load_tokenizer(path: str | os.PathLike[str]) -> Any:
