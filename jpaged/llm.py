@@ -12,6 +12,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,8 @@ class LLM:
         self.tokenizer = tokenizer
         self.engine = Engine(config, params, tokenizer=tokenizer, **options)
         self._mail: dict[str, deque[RequestOutput]] = {}
+        self._depth = 0  # of calls into the engine
+        self._forgotten: deque[str] = deque()  # streams that were forgotten meanwhile
 
     @property
     def config(self) -> ModelConfig:
@@ -267,7 +270,8 @@ class LLM:
 
         The branches' deltas begin with what the stream has produced so far.
         """
-        request_ids = self.engine.fork(stream.request_id, count)
+        with self._working():
+            request_ids = self.engine.fork(stream.request_id, count)
         self._mail.update((request_id, deque()) for request_id in request_ids)
         return [Stream(self, request_id) for request_id in request_ids]
 
@@ -364,13 +368,18 @@ class LLM:
         return outputs  # type: ignore[return-value]
 
     def _submit(self, encoded: EncodedPrompt, params: SamplingParams | None, *, stream: bool) -> str:
-        request_id = self.engine.add_request(encoded.token_ids, params, prompt=encoded.text, stream=stream)
+        with self._working():
+            request_id = self.engine.add_request(
+                encoded.token_ids, params, prompt=encoded.text, stream=stream
+            )
         self._mail[request_id] = deque()
         return request_id
 
     def _step(self) -> None:
         """One engine step; each output goes to whoever waits for it."""
-        for output in self.engine.step():
+        with self._working():
+            outputs = self.engine.step()
+        for output in outputs:
             if output.request_id in self._mail:
                 self._mail[output.request_id].append(output)
 
@@ -380,9 +389,28 @@ class LLM:
         return self._mail[request_id].popleft()
 
     def _withdraw(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            self._mail.pop(request_id, None)
-            self.engine.abort(request_id)
+        with self._working():
+            for request_id in request_ids:
+                self._mail.pop(request_id, None)
+                self.engine.abort(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        """Withdraws a request as soon as the engine is at rest."""
+        if self._depth:
+            self._forgotten.append(request_id)
+        else:
+            self._withdraw([request_id])
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Around calls into the engine: the garbage collector may find a forgotten stream amid one."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            while self._forgotten and not self._depth:
+                self._withdraw([self._forgotten.popleft()])
 
 
 class Stream:
@@ -438,7 +466,9 @@ class Stream:
             self._llm._withdraw([self.request_id])
 
     def __del__(self) -> None:
-        self.close()
+        if not self._finished:
+            self._finished = True
+            self._llm._forget(self.request_id)
 
 
 def _load(model: str | os.PathLike[str], dtype: str, tokenizer: Any) -> tuple[ModelConfig, Params, Any]:

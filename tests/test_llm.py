@@ -495,6 +495,29 @@ def test_a_stream_that_is_left_early_frees_its_blocks(llm, how):
     assert_nothing_left(llm)
 
 
+def test_a_stream_found_by_the_garbage_collector_in_a_step_is_aborted_after_it(llm, monkeypatch, tokenizer):
+    """As when an exception that was kept holds a frame that holds the stream."""
+    gc.disable()
+    try:
+        stream = llm.stream(TEXT, SamplingParams(temperature=0, max_tokens=100))
+        next(stream)
+        cycle = [stream]
+        cycle.append(cycle)
+        del stream, cycle
+        admit = llm.engine.scheduler._admit
+
+        def collecting(*args):
+            gc.collect()
+            return admit(*args)
+
+        monkeypatch.setattr(llm.engine.scheduler, "_admit", collecting)
+        assert len(llm._mail) == 1
+        assert ids(generate(llm, ["a"])) == [expected_output(tokenizer.encode("a"), 6)]
+        assert not llm._mail
+    finally:
+        gc.enable()
+
+
 def test_a_stream_of_a_wrong_prompt_raises_at_once(llm):
     for wrong in (None, [], "x" * 500, {"messages": []}):
         with pytest.raises(ValueError):
