@@ -17,8 +17,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    cache = config.rootpath / ".pytest_cache" / "jax"
-    jax.config.update("jax_compilation_cache_dir", str(cache))
+    use_compilation_cache(str(config.rootpath / ".pytest_cache" / "jax"))
+
+
+def use_compilation_cache(path: str) -> None:
+    """Keeps compiled programs there, between tests and between runs."""
+    jax.config.update("jax_compilation_cache_dir", path)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 

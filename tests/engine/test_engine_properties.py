@@ -11,10 +11,10 @@ import os
 
 import hypothesis.strategies as st
 import pytest
+from fake import drain, expected_output, fake_engine
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from fake import drain, expected_output, fake_engine
 from jpaged import SamplingParams
 
 STEPS = int(os.environ.get("JPAGED_PROPERTY_STEPS", "10000"))
