@@ -345,6 +345,44 @@ def test_wrong_max_tokens_are_refused_where_they_are_made(max_tokens):
         SamplingParams(max_tokens=max_tokens)
 
 
+def test_a_prompt_may_fill_the_context_but_for_what_it_asks_for(engine, dense):
+    whole = prompt_of(MAX_MODEL_LEN, 11)
+    for max_tokens in (1, 2, None):
+        params = dataclasses.replace(GREEDY, max_tokens=max_tokens)
+        (output,) = run(engine, [(whole[:-1], params)])
+        assert len(ids(output)) == 1 and output.outputs[0].finish_reason == "length"
+        with pytest.raises(ValueError, match="has 160 tokens, at most 159 fit"):
+            engine.add_request(whole, params)
+    (scored,) = run(engine, [(whole, dataclasses.replace(SCORED, max_tokens=0, logprobs=None))])
+    exact = log_softmax(dense(whole))
+    assert ids(scored) == [] and len(scored.prompt_logprobs) == MAX_MODEL_LEN
+    last = scored.prompt_logprobs[-1][whole[-1]]
+    assert last.logprob == pytest.approx(exact[-2][whole[-1]], abs=1e-4)
+    with pytest.raises(ValueError, match="has 161 tokens, at most 160 fit"):
+        engine.add_request([*whole, 5], dataclasses.replace(GREEDY, max_tokens=0))
+
+
+def test_ids_that_padding_or_the_end_uses_are_ordinary_in_a_prompt(engine, dense):
+    """0 fills up batches, 2 is the end of a sequence."""
+    prompts = [[0], [2], [0, 0], [5, 0, 2, 0, 6], [0] * 17, [2, 0] * 32, [7, *[2] * 30, 8], [0] * 64]
+    params = SamplingParams(temperature=0, max_tokens=5, stop_token_ids=[0])
+    together = run(engine, [(prompt, params) for prompt in prompts])
+    for prompt, output in zip(prompts, together, strict=True):
+        (single,) = run(engine, [(prompt, params)])
+        assert completions(single) == completions(output)
+        best = dense(prompt + ids(output)).argmax(axis=1)[len(prompt) - 1 :]
+        assert ids(output) == best[: len(ids(output))].tolist()
+
+
+def test_limits_beyond_the_vocabulary_are_no_limits(engine):
+    base = SamplingParams(seed=3, max_tokens=10, ignore_eos=True)
+    limits = (0, -1, 301, 302, 10**7, 1)
+    requests = [(PROMPT, dataclasses.replace(base, top_k=top_k)) for top_k in limits]
+    outputs = [ids(output) for output in run(engine, requests)]
+    assert outputs[:5] == [outputs[0]] * 5
+    assert outputs[5] == ids(run(engine, [(PROMPT, dataclasses.replace(GREEDY, max_tokens=10))])[0])
+
+
 # ---------------------------------------------------------------------------------------------
 # Penalties
 
