@@ -48,7 +48,7 @@ def make_tokenizer(*, adds_bos: bool = True, template: str | None = TEMPLATE) ->
     return tokenizer
 
 
-SIZES = dict(max_model_len=160, max_num_seqs=8, max_num_batched_tokens=64, num_kv_blocks=128)
+SIZES = dict(max_model_len=160, max_num_seqs=8, max_num_batched_tokens=32, num_kv_blocks=128)
 
 
 @pytest.fixture(scope="module")

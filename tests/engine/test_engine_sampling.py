@@ -22,8 +22,8 @@ MAX_MODEL_LEN = 160
 
 
 def engine_of(config, params, **options) -> Engine:
-    """The sizes of test_exactness, so that compiled programs are shared."""
-    sizes = dict(max_model_len=MAX_MODEL_LEN, max_num_seqs=8, max_num_batched_tokens=64, num_kv_blocks=128)
+    """One ragged bucket, and the sizes of test_exactness otherwise: so little is compiled."""
+    sizes = dict(max_model_len=MAX_MODEL_LEN, max_num_seqs=8, max_num_batched_tokens=32, num_kv_blocks=128)
     return Engine(config, params, **(sizes | options))
 
 
@@ -476,6 +476,12 @@ def check_logprobs(output: RequestOutput, prompt: list[int], dense) -> None:
 
 
 def test_log_probabilities_of_whole_prompts(engine, dense):
+    for prompt in (LONG[:32], LONG[:1], LONG[:2], LONG[:17]):
+        (output,) = run(engine, [(prompt, SCORED)])
+        check_logprobs(output, prompt, dense)
+
+
+def test_log_probabilities_of_prompts_together(engine, dense):
     requests = [(prompt, SCORED) for prompt in (PROMPT, LONG[:1], LONG[:2], NEIGHBOURS[3], LONG[:50])]
     for output, (prompt, _) in zip(run(engine, requests), requests, strict=True):
         check_logprobs(output, prompt, dense)

@@ -27,8 +27,8 @@ class Characters:
 
 
 def engine_of(config, params, **options) -> Engine:
-    """The sizes of test_exactness, so that compiled programs are shared."""
-    sizes = dict(max_model_len=160, max_num_seqs=8, max_num_batched_tokens=64, num_kv_blocks=128)
+    """One ragged bucket, and the sizes of test_exactness otherwise: so little is compiled."""
+    sizes = dict(max_model_len=160, max_num_seqs=8, max_num_batched_tokens=32, num_kv_blocks=128)
     return Engine(config, params, tokenizer=Characters(), **(sizes | options))
 
 
