@@ -60,7 +60,8 @@ def declare_buckets(
     tokens = _ladder(32, 4, max_num_batched_tokens)
     if deterministic:
         tokens = [DETERMINISTIC_TOKENS, *(count for count in tokens if count > DETERMINISTIC_TOKENS)]
-        return Buckets((), tuple((count, max_num_seqs) for count in tokens))
+        num_seqs = max(DETERMINISTIC_TOKENS, max_num_seqs)  # reductions over logits depend on it, too
+        return Buckets((), tuple((count, num_seqs) for count in tokens))
     ragged = {(t, s) for t in tokens for s in (min(8, max_num_seqs), min(t, max_num_seqs))}
     decode = _ladder(8, 2, max_num_seqs)
     if min_decode < decode[0]:

@@ -178,9 +178,11 @@ def exact_bits(config, weights, prompts):
         dict(overlap=False),
         dict(num_kv_blocks=10),
         dict(max_num_batched_tokens=256),
-        dict(max_num_seqs=8, max_num_batched_tokens=8),
+        dict(max_num_seqs=5, max_num_batched_tokens=5),
+        dict(max_num_seqs=1, max_num_batched_tokens=16),
+        dict(max_num_seqs=32),
     ],
-    ids=["batched", "no-overlap", "pressure", "large-steps", "chunks-of-8"],
+    ids=["batched", "no-overlap", "pressure", "large-steps", "chunks-of-5", "alone", "32-rows"],
 )
 def test_deterministic_is_bitwise(config, weights, prompts, exact_bits, options):
     engine = engine_of(config, weights, deterministic=True, **options)
