@@ -231,9 +231,7 @@ class Engine:
         group = self._groups.get(request_id)
         if group is None:
             return
-        for sequence in group.sequences:
-            if not sequence.request.finished:
-                self.scheduler.finish(sequence.request, FinishReason.ABORT)
+        self._abort_unfinished(group)
         self._unreported += group.sequences
 
     def fork(self, request_id: str, count: int = 1) -> list[str]:
@@ -389,13 +387,13 @@ class Engine:
         for request in self.scheduler.update(step, result.tokens, result.failures):
             group, sequence = self._sequences[request.request_id]
             if request.finish_reason is FinishReason.ERROR:
-                self._abort_others(group)
+                self._abort_unfinished(group)
             else:
                 group.metrics.first_token_time = group.metrics.first_token_time or now
             progressed.append(sequence)
         return progressed
 
-    def _abort_others(self, group: RequestGroup) -> None:
+    def _abort_unfinished(self, group: RequestGroup) -> None:
         for sequence in group.sequences:
             if not sequence.request.finished:
                 self.scheduler.finish(sequence.request, FinishReason.ABORT)
