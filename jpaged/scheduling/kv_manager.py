@@ -190,12 +190,11 @@ class KVManager:
         Where the same tokens are cached in another block, the table is repointed to it and the
         duplicate is freed: `request.table_changed` says from where on.
         """
-        if self.cache is None:
+        cache, next_end = self.cache, (request.num_committed + 1) * self.block_size
+        if cache is None or request.num_scheduled < next_end or len(request.token_ids) < next_end:
             return
         count = min(request.num_scheduled, len(request.token_ids)) // self.block_size
-        if count <= request.num_committed:
-            return
-        result = self.cache.insert(
+        result = cache.insert(
             request.token_ids,
             request.block_ids,
             request.num_committed,

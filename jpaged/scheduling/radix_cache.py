@@ -184,16 +184,17 @@ class RadixCache(CacheBase[_Node]):
         self._clock += 1
         node, done = self._resume(block_ids, min(cursor, count), salt)
         replaced: list[Replacement] = []
-        while True:
+        while done < count:
+            if done == node.end:
+                child = node.child(tuple(tokens[done * size : (done + 1) * size]))
+                if child is None:
+                    break
+                node = child
             known = self._agreeing_blocks(node, tokens, done, count)
             replaced += [Replacement(i, b) for i, b in enumerate(known, done) if block_ids[i] != b]
             done += len(known)
-            if done == count or done < node.end:
+            if done < node.end:
                 break
-            child = node.child(tuple(tokens[done * size : (done + 1) * size]))
-            if child is None:
-                break
-            node = child
         new = self._unshared(block_ids[done:count])
         if new:
             end = done + len(new)
@@ -211,8 +212,6 @@ class RadixCache(CacheBase[_Node]):
 
     def _agreeing_blocks(self, node: _Node, tokens: list[int], done: int, count: int) -> list[int]:
         """The node's blocks, from block `done` of the sequence on, that hold the sequence's tokens."""
-        if done == node.end:
-            return []
         size, skipped = self.block_size, done - node.start
         own = node.token_ids[skipped * size : (count - node.start) * size]
         agreeing = _count_agreeing(own, tokens, done * size, count * size)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from jpaged.request import FinishReason, Request, RequestStatus
@@ -218,15 +218,15 @@ class Scheduler:
         if not grants:
             return None
         rows = tuple(self._admitted_row(request) for request in admitted if request in grants)
-        sequences = tuple(self._book(request, count) for request, count in grants.items())
+        sequences = tuple([self._book(request, count) for request, count in grants.items()])
         copies = self.kv.take_copies()
-        self._count(sequences)
+        self._count(sum(grants.values()))
         return ScheduledStep(self.stats.steps, sequences, rows, copies)
 
     def _todo(self, request: Request) -> int:
         """Tokens of a running request that could be computed now, pending ones included."""
         total = len(request.token_ids) + request.num_pending
-        if total >= request.max_total_tokens or (request.pause_at is not None and request.paused):
+        if total >= request.max_total_tokens or (request.pause_at is not None and total >= request.pause_at):
             return 0
         return total - request.num_scheduled
 
@@ -384,9 +384,12 @@ class Scheduler:
         on_device = start >= request.num_from_host
         samples = end == len(request.token_ids) + request.num_pending
         targets = None
-        if request.params.prompt_logprobs is not None and start < request.num_prompt_tokens:
+        if start < request.num_prompt_tokens and request.params.prompt_logprobs is not None:
             targets = tuple(request.token_ids[start + 1 : min(end + 1, request.num_prompt_tokens)])
         table_start, request.table_changed = request.table_changed, len(request.block_ids)
+        table_blocks: tuple[int, ...] = ()
+        if table_start < request.table_changed:
+            table_blocks = tuple(request.block_ids[table_start:])
         request.num_scheduled = end
         request.num_pending += samples
         return ScheduledSequence(
@@ -398,24 +401,24 @@ class Scheduler:
             samples,
             targets,
             table_start,
-            tuple(request.block_ids[table_start:]),
+            table_blocks,
         )
 
-    def _count(self, sequences: Sequence[ScheduledSequence]) -> None:
-        stats = self.stats
+    def _count(self, num_tokens: int) -> None:
+        stats, active = self.stats, self.kv.num_active
         stats.steps += 1
-        stats.scheduled_tokens += sum(sequence.num_tokens for sequence in sequences)
-        stats.slots_allocated += self.kv.num_active * self.kv.block_size
+        stats.scheduled_tokens += num_tokens
+        stats.slots_allocated += active * self.kv.block_size
         stats.slots_filled += self._filled_slots()
-        stats.peak_blocks = max(stats.peak_blocks, self.kv.num_active)
+        stats.peak_blocks = max(stats.peak_blocks, active)
         stats.peak_running = max(stats.peak_running, len(self.running))
 
     def _filled_slots(self) -> int:
         """Slots of active blocks that hold a token; a block that several share counts once."""
         if self.kv.cache is None:
-            return sum(request.num_scheduled for request in self.running)
+            return sum([request.num_scheduled for request in self.running])
         size = self.kv.block_size
-        partial = sum(len(r.block_ids) * size - r.num_scheduled for r in self.running)
+        partial = sum([len(r.block_ids) * size - r.num_scheduled for r in self.running])
         return self.kv.num_active * size - partial
 
     # -- what came back -----------------------------------------------------------------------
@@ -435,24 +438,25 @@ class Scheduler:
         self.kv.unpin()
         progressed = []
         for sequence in step.sequences:
-            request = self._requests.get(sequence.request_id)
+            request_id = sequence.request_id
+            request = self._requests.get(request_id)
             if not sequence.samples or request is None:
                 continue
             request.num_pending -= 1
             progressed.append(request)
-            if sequence.request_id in failures:
-                self.finish(request, FinishReason.ERROR, failures[sequence.request_id])
+            if request_id in failures:
+                self.finish(request, FinishReason.ERROR, failures[request_id])
             else:
-                request.token_ids.append(tokens[sequence.request_id])
-                self._apply_stop_rules(request)
+                self._append(request, tokens[request_id])
         return progressed
 
-    def _apply_stop_rules(self, request: Request) -> None:
-        token = request.token_ids[-1]
+    def _append(self, request: Request, token: int) -> None:
+        """Gives the request its next token, and ends it if that is the last."""
+        request.token_ids.append(token)
         if token in request.stop_ids:
             named = token in request.params.stop_token_ids
             self.finish(request, FinishReason.STOP, token if named else None)
-        elif request.num_tokens >= request.max_total_tokens:
+        elif len(request.token_ids) >= request.max_total_tokens:
             self.finish(request, FinishReason.LENGTH)
 
     def check_invariants(self) -> None:
