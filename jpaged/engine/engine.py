@@ -30,6 +30,7 @@ from jpaged.engine.runner import (
 )
 from jpaged.engine.sizing import Sizes, device_pool_bytes, resolve_sizes
 from jpaged.models.transformer import Params
+from jpaged.ops.attention import Backend, resolve_backend
 from jpaged.ops.sampling import Variant
 from jpaged.request import FinishReason, Request, RequestOutput, RequestStatus
 from jpaged.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
@@ -79,11 +80,17 @@ class Engine:
             if params is None:
                 raise ValueError("params=None needs a runner")
             params = params if self.options.dtype == "auto" else cast_params(params, self.options.dtype)
+            dtype = str(params.embed.dtype)
+            backend = resolve_backend(
+                self.options.attention_backend, config, block_size=self.options.block_size, dtype=dtype
+            )
+            logger.info("attention backend: %s", backend)
             runner = ModelRunner(
                 config,
                 params,
-                _sizes_on_device(config, self.options, params),
-                dtype=str(params.embed.dtype),
+                _sizes_on_device(config, self.options, params, backend),
+                dtype=dtype,
+                backend=backend,
                 deterministic=self.options.deterministic,
             )
             self.sizes = runner.sizes
@@ -487,7 +494,7 @@ class Engine:
         scheduler, kv = self.scheduler, self.scheduler.kv
         stats, total = scheduler.stats, kv.pool.num_blocks
         return {
-            "attention_backend": "xla",
+            "attention_backend": self.runner.backend.name if isinstance(self.runner, ModelRunner) else "none",
             "num_requests_running": len(scheduler.running),
             "num_requests_waiting": len(scheduler.waiting),
             "num_requests_running_peak": stats.peak_running,
@@ -537,14 +544,14 @@ class Engine:
         self.scheduler.kv.stats = KVStats()
 
 
-def _sizes_on_device(config: ModelConfig, options: EngineConfig, params: Params) -> Sizes:
+def _sizes_on_device(config: ModelConfig, options: EngineConfig, params: Params, backend: Backend) -> Sizes:
     device = jax.devices()[0]
     dtype = str(params.embed.dtype)
     sizes = resolve_sizes(config, options, dtype=dtype, platform=device.platform, pool_bytes=None)
     if device.platform == "cpu" or options.num_kv_blocks or options.kv_cache_memory_bytes:
         return sizes
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    temporaries = temporary_bytes(config, sizes, dtype=dtype, platform=device.platform)
+    temporaries = temporary_bytes(config, sizes, dtype=dtype, platform=device.platform, backend=backend)
     left = device_pool_bytes(device, options.gpu_memory_utilization, weights, temporaries)
     return resolve_sizes(config, options, dtype=dtype, platform=device.platform, pool_bytes=left)
 

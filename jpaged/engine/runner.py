@@ -22,6 +22,7 @@ from jpaged.engine.packing import Buckets, PackedStep, Packer, RowSetup, declare
 from jpaged.engine.sizing import Sizes
 from jpaged.kv_cache import KVCache, init_kv_cache
 from jpaged.models.transformer import Params, abstract_params
+from jpaged.ops.attention import Backend
 from jpaged.ops.sampling import Variant
 from jpaged.scheduling.kv_manager import BlockCopy
 from jpaged.scheduling.scheduler import ScheduledSequence, ScheduledStep
@@ -82,11 +83,21 @@ class Runner(Protocol):
 class ModelRunner:
     """Runs a model on the default device."""
 
-    def __init__(self, config: ModelConfig, params: Params, sizes: Sizes, *, dtype: str, deterministic: bool):
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params,
+        sizes: Sizes,
+        *,
+        dtype: str,
+        backend: Backend,
+        deterministic: bool,
+    ):
         self.config = config
         self.params = params
         self.sizes = sizes
         self.dtype = dtype
+        self.backend = backend
         self.deterministic = deterministic
         self.platform = jax.default_backend()
         self._restore()
@@ -157,7 +168,7 @@ class ModelRunner:
 
     def _dispatch(self, batch: Any, variant: Variant) -> StepOutput:
         arguments = (self.params, self.cache, self.state, batch)
-        static = dict(config=self.config, variant=variant)
+        static = dict(config=self.config, backend=self.backend, variant=variant)
         if isinstance(batch, RaggedBatch):
             done = steps.prefill_step(*arguments, **static, deterministic=self.deterministic)
         else:
@@ -245,7 +256,9 @@ class ModelRunner:
                 for row, prompt in enumerate(prompts)
             )
             packed = packer.pack(ScheduledStep(0, sequences, ()))
-            cache, raw = steps.probe_step(self.params, cache, self.state, packed.batch, config=self.config)
+            cache, raw = steps.probe_step(
+                self.params, cache, self.state, packed.batch, config=self.config, backend=self.backend
+            )
             logits = [np.asarray(raw)[:count]]
         return logits + [np.asarray(pool)[1:] for pool in itertools.chain(cache.k, cache.v)]
 
@@ -294,7 +307,7 @@ def _to_host(logprobs: Logprobs) -> list[TokenLogprobs]:
     return [TokenLogprobs(*row) for row in zip(*(np.asarray(c).tolist() for c in columns), strict=True)]
 
 
-def temporary_bytes(config: ModelConfig, sizes: Sizes, *, dtype: str, platform: str) -> int:
+def temporary_bytes(config: ModelConfig, sizes: Sizes, *, dtype: str, platform: str, backend: Backend) -> int:
     """Bytes of temporaries of the largest prefill bucket, from its compiled program; nothing runs."""
     tokens, seqs = sizes.max_num_batched_tokens, min(sizes.max_num_batched_tokens, sizes.max_num_seqs)
     packer = Packer(
@@ -312,6 +325,7 @@ def temporary_bytes(config: ModelConfig, sizes: Sizes, *, dtype: str, platform: 
         state,
         packer.padding_batch(),
         config=config,
+        backend=backend,
         variant=Variant.FULL,
         deterministic=False,
     ).compile()

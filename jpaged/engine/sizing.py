@@ -9,6 +9,7 @@ import jax
 
 from jpaged.config import EngineConfig, ModelConfig
 from jpaged.kv_cache import bytes_per_block
+from jpaged.pallas.common import MAX_POOL_ENTRIES
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,11 @@ def resolve_sizes(
     max_model_len = engine.max_model_len or longest
     block_bytes = bytes_per_block(model, engine.block_size, dtype)
     blocks = _num_blocks(engine, max_model_len, max_num_seqs, block_bytes, pool_bytes)
+    if (
+        platform != "cpu" and engine.num_kv_blocks is None
+    ):  # what the kernels can address, null block included
+        entries = model.num_kv_heads * engine.block_size * model.head_dim
+        blocks = min(blocks, MAX_POOL_ENTRIES // entries - 1)
     if blocks < 1:
         raise ValueError(f"the KV cache has no room for one block of {block_bytes} bytes; {_HINT}")
     if engine.max_model_len is None and blocks * engine.block_size < max_model_len:

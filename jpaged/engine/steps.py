@@ -19,16 +19,19 @@ from jax import lax
 from jpaged import kv_cache
 from jpaged.batch import DecodeBatch, Logprobs, RaggedBatch, RowState, StepOutput
 from jpaged.config import ModelConfig
-from jpaged.kv_cache import KVCache, write_kv
+from jpaged.kv_cache import KVCache
 from jpaged.models import transformer
 from jpaged.models.transformer import Params
-from jpaged.ops import attention_xla as attention
+from jpaged.ops import attention
+from jpaged.ops.attention import Backend
 from jpaged.ops.sampling import Variant, sample, token_logprobs
 
 _CHUNK = 64  # rows of logits that are computed at once, where there may be many or they must not depend on it
 
 
-@functools.partial(jax.jit, static_argnames=("config", "variant"), donate_argnames=("cache", "state"))
+@functools.partial(
+    jax.jit, static_argnames=("config", "backend", "variant"), donate_argnames=("cache", "state")
+)
 def decode_step(
     params: Params,
     cache: KVCache,
@@ -36,14 +39,16 @@ def decode_step(
     batch: DecodeBatch,
     *,
     config: ModelConfig,
+    backend: Backend,
     variant: Variant,
 ) -> tuple[KVCache, RowState, StepOutput]:
     """One token of each sequence: writes its K and V, draws the next."""
-    pools = _Pools(cache)
+    pools = _Pools(cache, backend)
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         k_pool, v_pool = pools.write(layer, k, v, batch.slots)
         return attention.paged_decode(
+            backend,
             q,
             k_pool,
             v_pool,
@@ -62,7 +67,9 @@ def decode_step(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("config", "variant", "deterministic"), donate_argnames=("cache", "state")
+    jax.jit,
+    static_argnames=("config", "backend", "variant", "deterministic"),
+    donate_argnames=("cache", "state"),
 )
 def prefill_step(
     params: Params,
@@ -71,11 +78,12 @@ def prefill_step(
     batch: RaggedBatch,
     *,
     config: ModelConfig,
+    backend: Backend,
     variant: Variant,
     deterministic: bool,
 ) -> tuple[KVCache, RowState, StepOutput]:
     """Chunks of any mix of lengths: writes their K and V, draws where a sequence's last token is in."""
-    hidden, cache = _prefill_hidden(params, cache, state, batch, config)
+    hidden, cache = _prefill_hidden(params, cache, state, batch, config, backend)
     logits = _sampled_logits(params, hidden[batch.sampled], deterministic)
     tokens, logprobs, state = sample(logits, batch.rows, state, batch.sampling, variant)
     prompt = None
@@ -84,12 +92,18 @@ def prefill_step(
     return cache, state, StepOutput(tokens=tokens, logprobs=logprobs, prompt_logprobs=prompt)
 
 
-@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("cache",))
+@functools.partial(jax.jit, static_argnames=("config", "backend"), donate_argnames=("cache",))
 def probe_step(
-    params: Params, cache: KVCache, state: RowState, batch: RaggedBatch, *, config: ModelConfig
+    params: Params,
+    cache: KVCache,
+    state: RowState,
+    batch: RaggedBatch,
+    *,
+    config: ModelConfig,
+    backend: Backend,
 ) -> tuple[KVCache, jax.Array]:
     """A deterministic prefill step that returns the logits [S, V], for the bitwise self-test."""
-    hidden, cache = _prefill_hidden(params, cache, state, batch, config)
+    hidden, cache = _prefill_hidden(params, cache, state, batch, config, backend)
     return cache, _sampled_logits(params, hidden[batch.sampled], deterministic=True)
 
 
@@ -100,16 +114,21 @@ def _sampled_logits(params: Params, hidden: jax.Array, deterministic: bool) -> j
 
 
 def _prefill_hidden(
-    params: Params, cache: KVCache, state: RowState, batch: RaggedBatch, config: ModelConfig
+    params: Params,
+    cache: KVCache,
+    state: RowState,
+    batch: RaggedBatch,
+    config: ModelConfig,
+    backend: Backend,
 ) -> tuple[jax.Array, KVCache]:
-    pools = _Pools(cache)
-    tiles = attention.query_tiles(batch.query_start, batch.context_lens, batch.token_ids.shape[0])
+    pools = _Pools(cache, backend)
+    attention_of = attention.paged_prefill(
+        backend, batch.tables, batch.query_start, batch.context_lens, batch.token_ids.shape[0]
+    )
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         k_pool, v_pool = pools.write(layer, k, v, batch.slots)
-        return attention.paged_prefill(
-            q, k_pool, v_pool, batch.tables, tiles, dtype=cache.dtype, window=config.layer_windows[layer]
-        )
+        return attention_of(q, k_pool, v_pool, dtype=cache.dtype, window=config.layer_windows[layer])
 
     tokens = jnp.where(batch.token_ids >= 0, batch.token_ids, state.last_token[batch.token_rows])
     return transformer.forward(params, config, tokens, batch.positions, attend), pools.cache()
@@ -137,12 +156,14 @@ def _by_chunks(function: Callable[..., Any], *arrays: jax.Array) -> Any:
 class _Pools:
     """The pools while a step is traced: each layer writes its own before it reads."""
 
-    def __init__(self, cache: KVCache):
+    def __init__(self, cache: KVCache, backend: Backend):
         self._cache = cache
+        self._backend = backend
         self._k, self._v = list(cache.k), list(cache.v)
 
     def write(self, layer: int, k: jax.Array, v: jax.Array, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
-        written = write_kv(self._k[layer], self._v[layer], k, v, slots, self._cache.dtype)
+        pools = self._k[layer], self._v[layer]
+        written = attention.write_kv(self._backend, *pools, k, v, slots, self._cache.dtype)
         self._k[layer], self._v[layer] = written
         return written
 

@@ -16,30 +16,32 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jpaged.ops import attention_xla
+from jpaged.ops import attention
+from jpaged.ops.attention import Backend
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}  # of the largest value
 VISIBLE, HIDDEN = 6.0, 12.0  # scores of the edge slots that a query sees, and of those just beyond
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "window", "soft_cap"))
-def xla_decode(q, k_pool, v_pool, tables, context_lens, *, dtype, window, soft_cap):
-    return attention_xla.paged_decode(
-        q, k_pool, v_pool, tables, context_lens, dtype=dtype, window=window, soft_cap=soft_cap
-    )
+OPTIONS = ("dtype", "window", "soft_cap")
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "window", "soft_cap"))
-def xla_prefill(q, k_pool, v_pool, tables, query_start, context_lens, *, dtype, window, soft_cap):
-    tiles = attention_xla.query_tiles(query_start, context_lens, q.shape[0])
-    return attention_xla.paged_prefill(
-        q, k_pool, v_pool, tables, tiles, dtype=dtype, window=window, soft_cap=soft_cap
-    )
+def decode_of(backend: Backend):
+    return jax.jit(functools.partial(attention.paged_decode, backend), static_argnames=OPTIONS)
 
 
-DECODE = {"xla": xla_decode}
-PREFILL = {"xla": xla_prefill}
+def prefill_of(backend: Backend):
+    def prefill(q, k_pool, v_pool, tables, query_start, context_lens, **options):
+        attend = attention.paged_prefill(backend, tables, query_start, context_lens, q.shape[0])
+        return attend(q, k_pool, v_pool, **options)
+
+    return jax.jit(prefill, static_argnames=OPTIONS)
+
+
+BACKENDS = {"xla": Backend("xla"), "pallas": Backend("pallas_interpret")}
+DECODE = {name: decode_of(backend) for name, backend in BACKENDS.items()}
+PREFILL = {name: prefill_of(backend) for name, backend in BACKENDS.items()}
 
 on_every_implementation = pytest.mark.parametrize("implementation", list(DECODE))
 

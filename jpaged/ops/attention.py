@@ -1,0 +1,165 @@
+"""Which implementation of paged attention a step uses: chosen once, at start-up, never at run time.
+
+Every backend has the contract of `ops.attention_xla` and passes the same tests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jpaged import kv_cache
+from jpaged.config import ModelConfig
+from jpaged.kv_cache import from_storage
+from jpaged.ops import attention_xla
+from jpaged.pallas import decode as pallas_decode
+from jpaged.pallas import prefill as pallas_prefill
+from jpaged.pallas import write as pallas_write
+from jpaged.pallas.common import unsupported
+
+logger = logging.getLogger(__name__)
+
+MIN_CAPABILITY = 80  # tensor cores for bfloat16, asynchronous copies
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """How attention is computed: a static argument of the compiled steps.
+
+    Attributes:
+      name: `xla`, `pallas` (kernels lowered through Triton) or `pallas_interpret` (the same kernels
+        run by Pallas' interpreter, slowly, on any device).
+      capability: of the GPU, 10 * major + minor; 0 where there is none.
+    """
+
+    name: str
+    capability: int = 0
+
+    @property
+    def is_pallas(self) -> bool:
+        return self.name.startswith("pallas")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the Pallas attention kernels want to know."""
+        return dict(capability=self.capability, interpret=self.name == "pallas_interpret")
+
+
+def resolve_backend(choice: str, config: ModelConfig, *, block_size: int, dtype: str) -> Backend:
+    """The backend for the default device.
+
+    `auto` takes the kernels where they can run, XLA elsewhere; what is chosen by name must run.
+
+    Args:
+      dtype: of the KV cache.
+
+    Raises:
+      NotImplementedError: the backend cannot run on this device.
+      ValueError: the backend cannot run this model or block size.
+    """
+    device = jax.devices()[0]
+    capability = _capability(device)
+    lacking = _lacking_device(device, capability)
+    shapes = unsupported(head_dim=config.head_dim, block_size=block_size, dtype=dtype)
+    if choice == "auto":
+        if device.platform == "gpu" and (lacking or shapes):
+            logger.warning("attention_backend is xla: %s", lacking or shapes)
+        choice = "xla" if lacking or shapes else "pallas"
+    elif choice == "pallas" and lacking:
+        raise NotImplementedError(f"attention_backend='pallas' cannot run here: {lacking}")
+    elif choice != "xla" and shapes:
+        raise ValueError(f"attention_backend={choice!r} cannot run this model: {shapes}")
+    return Backend(choice, capability)
+
+
+def _capability(device: jax.Device) -> int:
+    if device.platform != "gpu":
+        return 0
+    major, minor = str(getattr(device, "compute_capability", "0.0")).split(".")
+    return 10 * int(major) + int(minor)
+
+
+def _lacking_device(device: jax.Device, capability: int) -> str | None:
+    if device.platform != "gpu":
+        return f"the default device is a {device.platform}, not a GPU"
+    if capability < MIN_CAPABILITY:
+        return (
+            f"the {device.device_kind}'s compute capability {capability / 10} is below {MIN_CAPABILITY / 10}"
+        )
+    return None
+
+
+def write_kv(
+    backend: Backend,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    slots: jax.Array,
+    dtype: str,
+) -> tuple[jax.Array, jax.Array]:
+    """Stores new tokens' K and V: see `kv_cache.write_kv`."""
+    if backend.is_pallas and k_pool.dtype == dtype:
+        return pallas_write.write_kv(k_pool, v_pool, k, v, slots, interpret=backend.options["interpret"])
+    return kv_cache.write_kv(k_pool, v_pool, k, v, slots, dtype)
+
+
+def paged_decode(
+    backend: Backend,
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    tables: jax.Array,
+    context_lens: jax.Array,
+    *,
+    dtype: str,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> jax.Array:
+    """Attention of the last token of each context, float32 [S, H, D]: see `attention_xla.paged_decode`."""
+    options: dict[str, Any] = dict(dtype=dtype, window=window, soft_cap=soft_cap)
+    if backend.is_pallas:
+        k_pool, v_pool = from_storage(k_pool, dtype), from_storage(v_pool, dtype)
+        options |= backend.options
+        return pallas_decode.paged_decode(q, k_pool, v_pool, tables, context_lens, **options)
+    return attention_xla.paged_decode(q, k_pool, v_pool, tables, context_lens, **options)
+
+
+def paged_prefill(
+    backend: Backend, tables: jax.Array, query_start: jax.Array, context_lens: jax.Array, num_tokens: int
+) -> Callable[..., jax.Array]:
+    """Attention of packed tokens: prepares what all layers share.
+
+    Args:
+      query_start: int32 [S + 1], cumulative; sequence s has the packed tokens
+        [query_start[s], query_start[s + 1]), the last ones of its context.
+      context_lens: int32 [S], tokens in the pool once this step has written its own.
+      num_tokens: T, padding included.
+
+    Returns:
+      `attend(q [T, H, D], k_pool, v_pool, *, dtype, window=None, soft_cap=None) -> float32 [T, H, D]`.
+      Rows of padding tokens hold finite values of no meaning.
+    """
+    tiles = None if backend.is_pallas else attention_xla.query_tiles(query_start, context_lens, num_tokens)
+
+    def attend(
+        q: jax.Array,
+        k_pool: jax.Array,
+        v_pool: jax.Array,
+        *,
+        dtype: str,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> jax.Array:
+        options: dict[str, Any] = dict(dtype=dtype, window=window, soft_cap=soft_cap)
+        if tiles is not None:
+            return attention_xla.paged_prefill(q, k_pool, v_pool, tables, tiles, **options)
+        k_pool, v_pool = from_storage(k_pool, dtype), from_storage(v_pool, dtype)
+        options |= backend.options
+        return pallas_prefill.paged_prefill(q, k_pool, v_pool, tables, query_start, context_lens, **options)
+
+    return attend

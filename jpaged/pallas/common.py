@@ -1,0 +1,267 @@
+"""What the attention kernels share: argument checks, loads from the pool, and one softmax step.
+
+Tiles are padded in registers, never in the pool: a head_dim that is no power of two is cut into
+parts that are (80 = 64 + 16), because that is what a Triton tile can hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import triton
+
+LOG2_E = 1.4426950408889634
+NEVER = -1e30  # initial maximum: finite, so that exp2(-inf - NEVER) is 0 and not NaN
+MIN_ROWS = 16  # least rows of a tensor-core product
+MAX_POOL_ENTRIES = 2**31 - 1  # kernels compute offsets into a pool in 32 bits
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+OPERAND_DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """What is fixed when an attention kernel is traced.
+
+    Attributes:
+      group: G, query heads per KV head.
+      head_dim: D.
+      block_size: P.
+      dtype: of the operands of products.
+      quantized: pools hold 8-bit values, with a scale per token and head beside them.
+      fp8_bits: pools hold float8_e4m3fn as uint8, for GPUs that have no such type.
+      window, soft_cap: as in `ops.attention_xla.attend_tiles`.
+    """
+
+    group: int
+    head_dim: int
+    block_size: int
+    dtype: str
+    quantized: bool
+    fp8_bits: bool
+    window: int | None
+    soft_cap: float | None
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """(offset, size) of the powers of two that make up head_dim, largest first."""
+        return split_powers(self.head_dim)
+
+    @property
+    def precision(self) -> lax.Precision | None:
+        # A float32 product on a GPU is tf32 unless asked otherwise.
+        return lax.Precision.HIGHEST if self.dtype == "float32" else None
+
+
+def split_powers(size: int) -> tuple[tuple[int, int], ...]:
+    """Cuts `size`, a multiple of 16, into powers of two: (offset, size) of each, largest first."""
+    parts, offset = [], 0
+    while offset < size:
+        part = 1 << ((size - offset).bit_length() - 1)
+        parts.append((offset, part))
+        offset += part
+    return tuple(parts)
+
+
+def check_attention(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    *,
+    dtype: str,
+    window: int | None,
+    soft_cap: float | None,
+    capability: int,
+) -> tuple[Attention, list[jax.Array]]:
+    """Checks the arguments that decode and prefill share.
+
+    Returns:
+      The fixed part, and the pools (and scales) as the kernel takes them.
+
+    Raises:
+      ValueError: shapes or dtypes that no kernel handles; the message names both.
+    """
+    num_heads, head_dim = q.shape[1:]
+    num_blocks, kv_heads, block_size, _ = k_pool.shape
+    if k_pool.shape != v_pool.shape or k_pool.dtype != v_pool.dtype or k_pool.shape[3] != head_dim:
+        raise ValueError(
+            f"{k_pool.shape=} {k_pool.dtype=} must match {v_pool.shape=} {v_pool.dtype=} and {head_dim=}"
+        )
+    if num_heads % kv_heads:
+        raise ValueError(f"{num_heads=} must be a multiple of {kv_heads=}")
+    problem = unsupported(head_dim=head_dim, block_size=block_size, dtype=dtype)
+    if problem:
+        raise ValueError(problem)
+    if k_pool.size > MAX_POOL_ENTRIES:
+        raise ValueError(f"{k_pool.size=} must be at most {MAX_POOL_ENTRIES}: offsets have 32 bits")
+    quantized = str(k_pool.dtype) in QUANTIZED_DTYPES
+    if not quantized and k_pool.dtype != dtype:
+        raise ValueError(f"{k_pool.dtype=} must be {dtype=} or one of {QUANTIZED_DTYPES}")
+    pools = [k_pool, v_pool]
+    fp8_bits = str(k_pool.dtype) == "float8_e4m3fn" and capability < 89
+    if fp8_bits:
+        pools = [lax.bitcast_convert_type(pool, jnp.uint8) for pool in pools]
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        expected = (num_blocks, kv_heads, block_size) if quantized else None
+        if (None if scale is None else scale.shape) != expected:
+            raise ValueError(f"{name} of a {k_pool.dtype} pool must have the shape {expected}, got {scale}")
+        if scale is not None:
+            pools.append(scale)
+    fixed = Attention(
+        group=num_heads // kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        quantized=quantized,
+        fp8_bits=fp8_bits,
+        window=window,
+        soft_cap=soft_cap,
+    )
+    return fixed, pools
+
+
+def unsupported(*, head_dim: int, block_size: int, dtype: str) -> str | None:
+    """Why the kernels cannot run a model of these shapes, or `None`."""
+    if head_dim not in HEAD_DIMS:
+        return f"{head_dim=} must be one of {HEAD_DIMS} for the GPU kernels"
+    if block_size not in (16, 32, 64):
+        return f"{block_size=} must be 16, 32 or 64 for the GPU kernels"
+    if dtype not in OPERAND_DTYPES:
+        return f"{dtype=} must be one of {OPERAND_DTYPES}"
+    return None
+
+
+def whole(shape: tuple[int, ...]) -> pl.BlockSpec:
+    """Every program sees the whole array."""
+    return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
+
+
+def pool_specs(pools: list[jax.Array], head_axis: int) -> list[pl.BlockSpec]:
+    """A program sees all blocks of its KV head: pools [N, K, P, D], then scales [N, K, P].
+
+    Args:
+      head_axis: which axis of the grid runs over the KV heads.
+    """
+
+    def spec(pool: jax.Array) -> pl.BlockSpec:
+        num_blocks, _, *rest = pool.shape
+        return pl.BlockSpec(
+            (num_blocks, None, *rest), lambda *program: (0, program[head_axis], *(0,) * len(rest))
+        )
+
+    return [spec(pool) for pool in pools]
+
+
+def load_queries(fixed: Attention, q_ref, rows: jax.Array) -> list[jax.Array]:
+    """Rows of q [X, D], scaled and rounded as the reference does: one [R, part] per part."""
+    scale = fixed.head_dim**-0.5
+    return [
+        (q_ref[rows, pl.ds(o, b)].astype(jnp.float32) * scale).astype(fixed.dtype) for o, b in fixed.parts
+    ]
+
+
+def empty_state(fixed: Attention, rows: int) -> tuple:
+    """(maximum [R], sum [R], a float32 accumulator [R, part] per part) before the first tile."""
+    return (
+        jnp.full((rows,), NEVER, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+        tuple(jnp.zeros((rows, b), jnp.float32) for _, b in fixed.parts),
+    )
+
+
+def softmax_step(
+    fixed: Attention,
+    pool_refs,
+    ids: jax.Array,
+    q: list[jax.Array],
+    state: tuple,
+    *,
+    seen: jax.Array | None = None,
+    written: jax.Array | None = None,
+) -> tuple:
+    """One tile of context: online softmax in base 2 (Milakov & Gimelshein 2018; Dao et al. 2022).
+
+    Args:
+      pool_refs: K and V [N, P, D], then their scales [N, P] where the pool is quantized.
+      ids: int32 [X], the blocks of the tile; its C = X * P tokens.
+      q: [R, part] per part.
+      state: as of `empty_state`; base-2 logarithms.
+      seen: [R, C], which scores count; `None` is all.
+      written: [C], slots that may be read; `None` is all. What the others hold, NaN included,
+        changes nothing.
+    """
+    k_ref, v_ref, *scale_refs = pool_refs
+    top, total, acc = state
+    scores = _product(fixed, q[0], _load(fixed, k_ref, ids, fixed.parts[0]).T)
+    for part, rows in zip(fixed.parts[1:], q[1:], strict=True):
+        scores += _product(fixed, rows, _load(fixed, k_ref, ids, part).T)
+    if fixed.quantized:
+        scores *= _load_scale(scale_refs[0], ids)[None, :]
+    if fixed.soft_cap is None:
+        scores *= LOG2_E
+    else:
+        scores = (fixed.soft_cap * LOG2_E) * _tanh(scores * (1 / fixed.soft_cap))
+    if seen is not None:
+        scores = jnp.where(seen, scores, -jnp.inf)
+    new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+    weights = jnp.exp2(scores - new_top[:, None])
+    keep = jnp.exp2(top - new_top)
+    total = total * keep + jnp.sum(weights, axis=1)
+    if fixed.quantized:
+        scale = _load_scale(scale_refs[1], ids)
+        weights *= (scale if written is None else jnp.where(written, scale, 0))[None, :]
+    weights = weights.astype(fixed.dtype)
+    updated = []
+    for part, old in zip(fixed.parts, acc, strict=True):
+        values = _load(fixed, v_ref, ids, part)
+        if written is not None:
+            values = jnp.where(written[:, None], values, jnp.zeros((), values.dtype))
+        updated.append(old * keep[:, None] + _product(fixed, weights, values))
+    return new_top, total, tuple(updated)
+
+
+def _tanh(x: jax.Array) -> jax.Array:
+    """tanh by exp2, exact to float32 rounding; finite for every finite x, and odd."""
+    e = jnp.exp2(jnp.abs(x) * (-2 * LOG2_E))
+    return jnp.sign(x) * (1 - e) / (1 + e)
+
+
+def _product(fixed: Attention, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.dot(a, b, precision=fixed.precision, preferred_element_type=jnp.float32)
+
+
+def _load(fixed: Attention, ref, ids: jax.Array, part: tuple[int, int]) -> jax.Array:
+    """[C, part] of the blocks `ids` from [N, P, D], as operands."""
+    x = ref[ids, :, pl.ds(*part)].reshape(ids.shape[0] * fixed.block_size, part[1])
+    if fixed.fp8_bits:
+        return _decode_fp8(x).astype(fixed.dtype)
+    if x.dtype == jnp.float8_e4m3fn and fixed.dtype == "float16":
+        return x.astype(jnp.float32).astype(fixed.dtype)
+    return x.astype(fixed.dtype)
+
+
+def _load_scale(ref, ids: jax.Array) -> jax.Array:
+    """float32 [C] of the blocks `ids` from [N, P]."""
+    return ref[ids].reshape(-1).astype(jnp.float32)
+
+
+def _decode_fp8(bits: jax.Array) -> jax.Array:
+    """float8_e4m3fn from its bits, by way of the float16 with the same mantissa: exact, NaN aside."""
+    bits = bits.astype(jnp.int16)
+    half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+    return lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32) * 256
+
+
+def store_rows(ref, rows: jax.Array, offset: int, values: jax.Array, mask: jax.Array) -> None:
+    """Stores values [R, X] at columns from `offset` of the distinct rows [R] whose mask is set."""
+    columns = offset + jnp.arange(values.shape[1], dtype=jnp.int32)
+    triton.store(
+        ref.at[rows[:, None], columns[None, :]], values, mask=jnp.broadcast_to(mask[:, None], values.shape)
+    )

@@ -1,0 +1,234 @@
+"""Paged attention of one token per sequence, split over the context.
+
+The context of a sequence is cut into at most `Tuning.max_splits` ranges, so that a few long
+sequences still fill a GPU; each range is reduced by a program of its own and a second kernel
+merges the ranges in order (flash-decoding: Dao, Haziza, Massa & Sizov 2023). How a sequence is cut
+depends on its own length alone: its sums have one order whatever runs beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax.experimental.pallas import triton
+
+from jpaged.pallas.common import (
+    MIN_ROWS,
+    Attention,
+    check_attention,
+    empty_state,
+    load_queries,
+    pool_specs,
+    softmax_step,
+    store_rows,
+    whole,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """How the decode kernel is cut.
+
+    Attributes:
+      tile_blocks: blocks per iteration; a power of two.
+      split_blocks: least blocks of context per split, a multiple of `tile_blocks`.
+      max_splits: most splits of a context.
+      num_warps, num_stages: as Triton means them.
+    """
+
+    tile_blocks: int
+    split_blocks: int
+    max_splits: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        if self.tile_blocks & (self.tile_blocks - 1):
+            raise ValueError(f"{self.tile_blocks=} must be a power of two")
+        if self.split_blocks % self.tile_blocks:
+            raise ValueError(f"{self.split_blocks=} must be a multiple of {self.tile_blocks=}")
+
+
+def default_tuning(block_size: int, head_dim: int, dtype: str) -> Tuning:
+    """Tiles of 64 tokens, 32 where their operands are large; splits of at least 512 tokens."""
+    tile = 32 if head_dim * jnp.dtype(dtype).itemsize > 256 else 64
+    tile_blocks = max(1, tile // block_size)
+    return Tuning(
+        tile_blocks=tile_blocks,
+        split_blocks=max(tile_blocks, 512 // block_size),
+        max_splits=16,
+        num_warps=4,
+        num_stages=3 if dtype != "float32" else 2,
+    )
+
+
+def _ranges(fixed: Attention, tuning: Tuning, length: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """First block, blocks per split, end block of a context of `length` tokens."""
+    first = jnp.int32(0) if fixed.window is None else jnp.maximum(length - fixed.window, 0) // fixed.block_size
+    end = pl.cdiv(length, fixed.block_size)
+    each = pl.cdiv(pl.cdiv(end - first, tuning.max_splits), tuning.tile_blocks) * tuning.tile_blocks
+    return first, jnp.maximum(each, tuning.split_blocks), end
+
+
+def _split_kernel(*refs, fixed: Attention, tuning: Tuning, rows: int):
+    q_ref, *pool_refs, table_ref, length_ref, acc_ref, top_ref, total_ref = refs
+    sequence, head, split = (pl.program_id(axis) for axis in range(3))
+    kv_heads = pl.num_programs(1)
+    block_size, group = fixed.block_size, fixed.group
+    length = length_ref[0]
+    first, each, end = _ranges(fixed, tuning, length)
+    begin = first + split * each
+    end = jnp.minimum(begin + each, end)
+
+    @pl.when(begin < end)
+    def _():
+        row = jnp.arange(rows, dtype=jnp.int32)  # [R]
+        q = load_queries(fixed, q_ref, head * group + jnp.minimum(row, group - 1))
+
+        def masked(block, num_blocks, state):
+            position = block * block_size + jnp.arange(num_blocks * block_size, dtype=jnp.int32)
+            written = position < length
+            seen = written if fixed.window is None else written & (position >= length - fixed.window)
+            ids = table_ref[pl.ds(block, num_blocks)]
+            return softmax_step(fixed, pool_refs, ids, q, state, seen=seen[None, :], written=written)
+
+        def tile(index, state):
+            block = begin + index * tuning.tile_blocks
+            if fixed.window is not None:
+                return masked(block, tuning.tile_blocks, state)
+            return softmax_step(fixed, pool_refs, table_ref[pl.ds(block, tuning.tile_blocks)], q, state)
+
+        # Whole tiles of whole blocks, then what is left block by block: no block is read that
+        # holds nothing of the context.
+        tiles = (jnp.minimum(end, length // block_size) - begin) // tuning.tile_blocks
+        state = jax.lax.fori_loop(0, tiles, tile, empty_state(fixed, rows))
+        rest = begin + tiles * tuning.tile_blocks
+        top, total, acc = jax.lax.fori_loop(rest, end, lambda block, state: masked(block, 1, state), state)
+
+        # Rows past the group lie in the next program's place, and are not stored.
+        place = ((sequence * kv_heads + head) * tuning.max_splits + split) * group + row
+        triton.store(top_ref.at[place], top, mask=row < group)
+        triton.store(total_ref.at[place], total, mask=row < group)
+        for (offset, _), part in zip(fixed.parts, acc, strict=True):
+            store_rows(acc_ref, place, offset, part, row < group)
+
+
+def _merge_kernel(
+    length_ref, acc_ref, top_ref, total_ref, out_ref, *, fixed: Attention, tuning: Tuning, rows
+):
+    sequence, head = pl.program_id(0), pl.program_id(1)
+    program = sequence * pl.num_programs(1) + head
+    first, each, end = _ranges(fixed, tuning, length_ref[0])
+    row = jnp.arange(rows, dtype=jnp.int32)
+
+    def step(split, state):
+        place = (program * tuning.max_splits + split) * fixed.group + row
+        top, total, acc = state
+        split_top = top_ref[place]
+        new_top = jnp.maximum(top, split_top)
+        keep, weight = jnp.exp2(top - new_top), jnp.exp2(split_top - new_top)
+        merged = tuple(
+            old * keep[:, None] + acc_ref[place, pl.ds(offset, size)] * weight[:, None]
+            for (offset, size), old in zip(fixed.parts, acc, strict=True)
+        )
+        return new_top, total * keep + total_ref[place] * weight, merged
+
+    splits = pl.cdiv(end - first, each)
+    _, total, acc = jax.lax.fori_loop(0, splits, step, empty_state(fixed, rows))
+    scale = 1 / jnp.where(total > 0, total, 1)
+    for (offset, _), part in zip(fixed.parts, acc, strict=True):
+        place = program * fixed.group + row
+        store_rows(out_ref, place, offset, part * scale[:, None], row < fixed.group)
+
+
+def paged_decode(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    tables: jax.Array,
+    context_lens: jax.Array,
+    *,
+    dtype: str,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    capability: int,
+    tuning: Tuning | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention of the last token of each context.
+
+    Args:
+      q: [S, H, D].
+      k_pool, v_pool: [N, K, P, D] of `dtype`, or int8 or float8_e4m3fn.
+      tables: int32 [S, M]; every entry is a valid block id.
+      context_lens: int32 [S]; 0 gives zeros.
+      dtype: of the operands of products; sums are float32.
+      k_scale, v_scale: [N, K, P], what a stored value is multiplied by; for 8-bit pools.
+      window, soft_cap: as in `ops.attention_xla.attend_tiles`.
+      capability: of the GPU, as 10 * major + minor.
+
+    Returns:
+      float32 [S, H, D].
+
+    Raises:
+      ValueError: shapes or dtypes that the kernel does not handle.
+    """
+    fixed, pools = check_attention(
+        q,
+        k_pool,
+        v_pool,
+        k_scale,
+        v_scale,
+        dtype=dtype,
+        window=window,
+        soft_cap=soft_cap,
+        capability=capability,
+    )
+    num_seqs, num_heads, head_dim = q.shape
+    kv_heads = num_heads // fixed.group
+    tuning = tuning or default_tuning(fixed.block_size, head_dim, dtype)
+    width = tables.shape[1]
+    most = pl.cdiv(pl.cdiv(width, tuning.tile_blocks) * tuning.tile_blocks, tuning.split_blocks)
+    tuning = dataclasses.replace(tuning, max_splits=max(1, min(tuning.max_splits, most)))
+    rows = max(MIN_ROWS, 1 << (fixed.group - 1).bit_length())
+    # One tile of rows more than there are: where the last program's rows past its group would lie.
+    partial = num_seqs * kv_heads * tuning.max_splits * fixed.group + rows
+    length_spec = pl.BlockSpec((1,), lambda s, *_: (s,))
+    scratch = [
+        jax.ShapeDtypeStruct((partial, head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((partial,), jnp.float32),
+        jax.ShapeDtypeStruct((partial,), jnp.float32),
+    ]
+    partials = pl.pallas_call(
+        functools.partial(_split_kernel, fixed=fixed, tuning=tuning, rows=rows),
+        grid=(num_seqs, kv_heads, tuning.max_splits),
+        in_specs=[
+            pl.BlockSpec((None, num_heads, head_dim), lambda s, h, x: (s, 0, 0)),
+            *pool_specs(pools, head_axis=1),
+            pl.BlockSpec((None, width), lambda s, h, x: (s, 0)),
+            length_spec,
+        ],
+        out_specs=[whole(x.shape) for x in scratch],
+        out_shape=scratch,
+        compiler_params=triton.CompilerParams(num_warps=tuning.num_warps, num_stages=tuning.num_stages),
+        interpret=interpret,
+        name="paged_decode",
+    )(q, *pools, tables, context_lens)
+    merged_shape = jax.ShapeDtypeStruct((num_seqs * num_heads + rows, head_dim), jnp.float32)
+    out = pl.pallas_call(
+        functools.partial(_merge_kernel, fixed=fixed, tuning=tuning, rows=rows),
+        grid=(num_seqs, kv_heads),
+        in_specs=[length_spec, *(whole(x.shape) for x in scratch)],
+        out_specs=whole(merged_shape.shape),
+        out_shape=merged_shape,
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="paged_decode_merge",
+    )(context_lens, *partials)
+    return out[: num_seqs * num_heads].reshape(q.shape)

@@ -1,0 +1,104 @@
+"""Whatever computes attention, an engine gives the same ids; what cannot run says why."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from conftest import tiny_config, tiny_params
+
+from jpaged.config import ModelConfig
+from jpaged.engine.engine import Engine
+from jpaged.ops.attention import Backend, resolve_backend
+from jpaged.sampling_params import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = tiny_config(head_dim=64, num_layers=1)
+    return config, tiny_params(config)
+
+
+def run_all(model, backend: str):
+    """Six prompts with a common start, in chunks, through a pool that is too small for all of them."""
+    sizes = dict(max_model_len=96, max_num_seqs=4, max_num_batched_tokens=16, num_kv_blocks=8)
+    engine = Engine(*model, attention_backend=backend, **sizes)
+    shared = np.random.default_rng(0).integers(3, 301, 21).tolist()
+    greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    for i in range(6):
+        engine.add_request([*shared, *[10 + i] * (i + 3)], greedy, request_id=str(i), stream=False)
+    done = {}
+    while engine.has_unfinished():
+        done |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
+        engine.scheduler.check_invariants()
+    return done, engine.stats()
+
+
+def test_kernels_give_the_ids_of_xla_with_prefix_cache_chunks_and_preemption(model):
+    expected, _ = run_all(model, "xla")
+    got, stats = run_all(model, "pallas_interpret")
+    assert got == expected
+    assert stats["attention_backend"] == "pallas_interpret"
+    assert stats["num_preemptions"] > 0 and stats["prefix_cache_hits"] > 0
+
+
+class FakeDevice:
+    def __init__(self, platform: str, compute_capability: str = "9.0"):
+        self.platform = platform
+        self.device_kind = "test device"
+        self.compute_capability = compute_capability
+
+
+def resolve(monkeypatch, choice, device, config: ModelConfig | None = None, **options) -> Backend:
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    return resolve_backend(
+        choice, config or tiny_config(head_dim=64), **(dict(block_size=16, dtype="bfloat16") | options)
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "name"),
+    [
+        (FakeDevice("gpu", "9.0"), {}, "pallas"),
+        (FakeDevice("gpu", "12.0"), {}, "pallas"),
+        (FakeDevice("gpu", "7.5"), {}, "xla"),
+        (FakeDevice("gpu"), dict(block_size=8), "xla"),
+        (FakeDevice("gpu"), dict(config=tiny_config(head_dim=48)), "xla"),
+        (FakeDevice("cpu"), {}, "xla"),
+    ],
+    ids=str,
+)
+def test_auto_takes_the_kernels_where_they_can_run(monkeypatch, device, options, name):
+    backend = resolve(monkeypatch, "auto", device, **options)
+    assert backend.name == name
+    assert backend.capability == (
+        0 if device.platform == "cpu" else int(float(device.compute_capability) * 10)
+    )
+
+
+@pytest.mark.parametrize(
+    ("choice", "device", "options", "error", "match"),
+    [
+        ("pallas", FakeDevice("cpu"), {}, NotImplementedError, "'pallas' cannot run here.*cpu, not a GPU"),
+        ("pallas", FakeDevice("gpu", "7.5"), {}, NotImplementedError, "capability 7.5 is below 8.0"),
+        ("pallas", FakeDevice("gpu"), dict(block_size=8), ValueError, "block_size=8 must be 16"),
+        ("pallas_interpret", FakeDevice("cpu"), dict(block_size=128), ValueError, "block_size=128"),
+        (
+            "pallas_interpret",
+            FakeDevice("cpu"),
+            dict(config=tiny_config(head_dim=48)),
+            ValueError,
+            "head_dim=48 must be one of",
+        ),
+    ],
+)
+def test_a_backend_chosen_by_name_never_falls_back(monkeypatch, choice, device, options, error, match):
+    with pytest.raises(error, match=match):
+        resolve(monkeypatch, choice, device, **options)
+
+
+def test_an_engine_refuses_kernels_without_a_gpu(model):
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is a GPU")
+    with pytest.raises(NotImplementedError, match="attention_backend='pallas' cannot run here"):
+        Engine(*model, attention_backend="pallas", max_model_len=64)
