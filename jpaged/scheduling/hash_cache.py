@@ -94,7 +94,7 @@ class HashCache(CacheBase[_Entry]):
             key = (parent, tuple(token_ids[i * size : (i + 1) * size]))
             entry = self._entries.get(key)
             if entry is None:
-                if not self._unshared([block_ids[i]]):
+                if not self._num_unshared([block_ids[i]]):
                     return InsertResult(i, tuple(replaced))
                 entry = self._add(key, block_ids[i])
             elif entry.block_id != block_ids[i]:

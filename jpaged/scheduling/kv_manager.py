@@ -190,11 +190,12 @@ class KVManager:
         Where the same tokens are cached in another block, the table is repointed to it and the
         duplicate is freed: `request.table_changed` says from where on.
         """
-        cache, next_end = self.cache, (request.num_committed + 1) * self.block_size
-        if cache is None or request.num_scheduled < next_end or len(request.token_ids) < next_end:
+        if self.cache is None:
             return
         count = min(request.num_scheduled, len(request.token_ids)) // self.block_size
-        result = cache.insert(
+        if count <= request.num_committed:
+            return
+        result = self.cache.insert(
             request.token_ids,
             request.block_ids,
             request.num_committed,
@@ -208,6 +209,15 @@ class KVManager:
             request.table_changed = min(request.table_changed, replacement.index)
             self._reference([replacement.block_id])
             self._dereference([duplicate])
+
+    def commit_all(self, requests: Iterable[Request]) -> None:
+        """Commits each of the requests; most have no new full block, which costs little to see."""
+        if self.cache is None:
+            return
+        size = self.block_size
+        for request in requests:
+            if request.num_scheduled >= (request.num_committed + 1) * size:
+                self.commit(request)
 
     def release(self, request: Request, *, keep: bool = True) -> None:
         """Takes everything back from a request that finished, was aborted or preempted.

@@ -25,7 +25,7 @@ import heapq
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, Literal, Protocol, TypeVar, get_args
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 from jpaged.scheduling.block_pool import BlockPool
 
@@ -69,8 +69,7 @@ class Replacement:
     block_id: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class InsertResult:
+class InsertResult(NamedTuple):
     """What an insert found.
 
     Attributes:
@@ -350,19 +349,19 @@ class CacheBase(Generic[NodeT]):
             assert block not in self._node_of, f"block {block} is cached for other tokens"
             self._node_of[block] = node
 
-    def _unshared(self, block_ids: Iterable[int]) -> list[int]:
-        """Those blocks that are in one table only, up to the first that is not.
+    def _num_unshared(self, block_ids: Iterable[int]) -> int:
+        """How many blocks, up to the first that is not, are in one table only.
 
         Another table may hold a shared block behind duplicates of what it would be cached behind.
         """
-        unshared = []
+        count = 0
         for block in block_ids:
             references = self.pool.references(block)
             assert references, f"block {block} is inserted without being referenced"
             if references > 1:
                 break
-            unshared.append(block)
-        return unshared
+            count += 1
+        return count
 
     def _queue_if_fit(self, node: NodeT) -> None:
         if self._can_shrink(node):

@@ -186,7 +186,7 @@ class RadixCache(CacheBase[_Node]):
         replaced: list[Replacement] = []
         while done < count:
             if done == node.end:
-                child = node.child(tuple(tokens[done * size : (done + 1) * size]))
+                child = node.child(tuple(tokens[done * size : (done + 1) * size])) if node.children else None
                 if child is None:
                     break
                 node = child
@@ -195,12 +195,10 @@ class RadixCache(CacheBase[_Node]):
             done += len(known)
             if done < node.end:
                 break
-        new = self._unshared(block_ids[done:count])
-        if new:
-            end = done + len(new)
-            self._append(node, done - node.start, tokens[done * size : end * size], new)
-            done = end
-        return InsertResult(done, tuple(replaced))
+        end = done + self._num_unshared(block_ids[done:count])
+        if end > done:
+            self._append(node, done - node.start, tokens[done * size : end * size], block_ids[done:end])
+        return InsertResult(end, tuple(replaced))
 
     def _resume(self, block_ids: Sequence[int], cursor: int, salt: str | None) -> tuple[_Node, int]:
         """The node that holds the block before the cursor, and the cursor; else the root, and 0."""
@@ -217,7 +215,7 @@ class RadixCache(CacheBase[_Node]):
         agreeing = _count_agreeing(own, tokens, done * size, count * size)
         return node.block_ids[skipped : skipped + agreeing // size]
 
-    def _append(self, node: _Node, offset: int, token_ids: list[int], block_ids: list[int]) -> None:
+    def _append(self, node: _Node, offset: int, token_ids: list[int], block_ids: Sequence[int]) -> None:
         """Puts new blocks behind the first `offset` blocks of a node.
 
         A leaf that no match has found yet just grows. Otherwise the new blocks get their own node:
