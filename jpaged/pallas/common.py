@@ -49,8 +49,12 @@ class Attention:
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """(offset, size) of the powers of two that make up head_dim, largest first."""
-        return split_powers(self.head_dim)
+        """(offset, size) of the powers of two that make up head_dim, largest first.
+
+        Float32 products run without tensor cores, and each thread holds whole rows of its operands:
+        parts of 32 keep those in registers.
+        """
+        return split_powers(self.head_dim, 32 if self.dtype == "float32" else 256)
 
     @property
     def precision(self) -> lax.Precision | None:
@@ -58,11 +62,11 @@ class Attention:
         return lax.Precision.HIGHEST if self.dtype == "float32" else None
 
 
-def split_powers(size: int) -> tuple[tuple[int, int], ...]:
-    """Cuts `size`, a multiple of 16, into powers of two: (offset, size) of each, largest first."""
+def split_powers(size: int, most: int = 256) -> tuple[tuple[int, int], ...]:
+    """Cuts `size` into powers of two of at most `most`: (offset, size) of each, largest first."""
     parts, offset = [], 0
     while offset < size:
-        part = 1 << ((size - offset).bit_length() - 1)
+        part = min(most, 1 << ((size - offset).bit_length() - 1))
         parts.append((offset, part))
         offset += part
     return tuple(parts)

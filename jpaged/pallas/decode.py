@@ -53,16 +53,15 @@ class Tuning:
             raise ValueError(f"{self.split_blocks=} must be a multiple of {self.tile_blocks=}")
 
 
-def default_tuning(block_size: int, head_dim: int, dtype: str) -> Tuning:
-    """Tiles of 64 tokens, 32 where their operands are large; splits of at least 512 tokens."""
-    tile = 32 if head_dim * jnp.dtype(dtype).itemsize > 256 else 64
-    tile_blocks = max(1, tile // block_size)
+def default_tuning(fixed: Attention) -> Tuning:
+    """Tiles of 64 tokens, 32 where operands are large; splits of at least 512 tokens."""
+    large = fixed.head_dim > 128 or fixed.dtype == "float32"
     return Tuning(
-        tile_blocks=tile_blocks,
-        split_blocks=max(tile_blocks, 512 // block_size),
+        tile_blocks=max(1, (32 if large else 64) // fixed.block_size),
+        split_blocks=512 // fixed.block_size,
         max_splits=16,
         num_warps=4,
-        num_stages=3 if dtype != "float32" else 2,
+        num_stages=2 if fixed.dtype == "float32" else 3,
     )
 
 
@@ -192,7 +191,7 @@ def paged_decode(
     )
     num_seqs, num_heads, head_dim = q.shape
     kv_heads = num_heads // fixed.group
-    tuning = tuning or default_tuning(fixed.block_size, head_dim, dtype)
+    tuning = tuning or default_tuning(fixed)
     width = tables.shape[1]
     most = pl.cdiv(pl.cdiv(width, tuning.tile_blocks) * tuning.tile_blocks, tuning.split_blocks)
     tuning = dataclasses.replace(tuning, max_splits=max(1, min(tuning.max_splits, most)))

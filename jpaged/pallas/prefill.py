@@ -52,16 +52,19 @@ class Tuning:
             raise ValueError(f"{self.tile_blocks=} must be a power of two")
 
 
-def default_tuning(block_size: int, head_dim: int, dtype: str) -> Tuning:
-    """128 rows by 64 tokens on 8 warps: 64 rows on 4 need more registers for each thread."""
-    wide = head_dim * jnp.dtype(dtype).itemsize > 256
-    tile = 32 if wide else 64
-    return Tuning(
-        tile_rows=64 if wide else 128,
-        tile_blocks=max(1, tile // block_size),
-        num_warps=8,
-        num_stages=2 if wide else 3,
-    )
+def default_tuning(fixed: Attention) -> Tuning:
+    """The largest tiles whose accumulators stay in registers on every target."""
+    wide = fixed.head_dim > 128
+    if fixed.dtype == "float32":
+        rows, tokens, stages = (32, 16, 2) if wide else (64, 32, 2)
+    elif fixed.quantized:
+        rows, tokens, stages = (32, 32, 2) if wide else (64, 32, 3)
+    elif wide:
+        rows, tokens, stages = 64, 32, 2
+    else:
+        masked = fixed.window is not None or fixed.soft_cap is not None
+        rows, tokens, stages = 128, 32 if masked else 64, 3
+    return Tuning(rows, max(1, tokens // fixed.block_size), num_warps=8, num_stages=stages)
 
 
 def query_tiles(
@@ -173,7 +176,7 @@ def paged_prefill(
         capability=capability,
     )
     num_tokens, num_heads, head_dim = q.shape
-    tuning = tuning or default_tuning(fixed.block_size, head_dim, dtype)
+    tuning = tuning or default_tuning(fixed)
     # Padding is one more sequence, without a context. No tile of context overhangs the table.
     query_start = jnp.append(query_start, num_tokens)
     context_lens = jnp.append(context_lens, 0)
