@@ -57,13 +57,10 @@ def default_tuning(fixed: Attention) -> Tuning:
     wide = fixed.head_dim > 128
     if fixed.dtype == "float32":
         rows, tokens, stages = (32, 16, 2) if wide else (64, 32, 2)
-    elif fixed.quantized:
+    elif fixed.quantized or fixed.window is not None or fixed.soft_cap is not None:
         rows, tokens, stages = (32, 32, 2) if wide else (64, 32, 3)
-    elif wide:
-        rows, tokens, stages = 64, 32, 2
     else:
-        masked = fixed.window is not None or fixed.soft_cap is not None
-        rows, tokens, stages = 128, 32 if masked else 64, 3
+        rows, tokens, stages = (64, 32, 2) if wide else (128, 64, 3)
     return Tuning(rows, max(1, tokens // fixed.block_size), num_warps=8, num_stages=stages)
 
 
