@@ -1,0 +1,337 @@
+"""Compiles the attention kernels and a model's steps for a GPU, on a machine that has none.
+
+Nothing runs: this shows that everything compiles, what each kernel uses and what a step moves, not how
+fast it is. Matrix products are not tuned either, so on a real GPU a step may differ by a few launches.
+The exit code is 1 if something does not compile, a kernel spills registers, attention reads K or V in
+pieces of less than 16 bytes, or a step copies a weight or a pool.
+
+Needs `pip install jpaged[gpu-compile]`.
+Example: `python scripts/compile_check.py --target h200 --model-config llama3-8b`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import types
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jpaged.batch import init_row_state
+from jpaged.config import DTYPES, EngineConfig
+from jpaged.engine import steps
+from jpaged.engine.packing import Buckets, Packer
+from jpaged.engine.sizing import device_pool_bytes, resolve_sizes
+from jpaged.gpu_compile import (
+    TARGETS,
+    Compiler,
+    Program,
+    Target,
+    check_plugin,
+    count_launches,
+    environment,
+    pool_operands,
+)
+from jpaged.kv_cache import bytes_per_block, init_kv_cache
+from jpaged.models.transformer import abstract_params
+from jpaged.ops.attention import Backend
+from jpaged.ops.sampling import Variant
+from jpaged.pallas.decode import paged_decode
+from jpaged.pallas.prefill import paged_prefill
+from jpaged.pallas.write import write_kv
+from jpaged.presets import PRESETS, preset
+
+TIMEOUT_S = 900  # of one compilation
+LEAST_LOAD_BYTES = 16
+KV_DTYPES = ("bfloat16", "float32", "float16", "int8", "fp8_e4m3")
+ARRAY_DTYPES = {"fp8_e4m3": "float8_e4m3fn"}  # where an array's dtype has another name
+STEPS = ("decode_step", "prefill_step")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A kernel and its shapes."""
+
+    operation: str  # decode, prefill or write
+    head_dim: int
+    group: int
+    pool: str  # dtype of the pool
+    block_size: int = 16
+    window: int | None = None
+    soft_cap: float | None = None
+
+    @property
+    def shape(self) -> str:
+        values = [f"d{self.head_dim}", f"g{self.group}", self.pool]
+        values += [f"p{self.block_size}"] * (self.block_size != 16)
+        return " ".join(values + ["window"] * bool(self.window) + ["soft_cap"] * bool(self.soft_cap))
+
+    @property
+    def name(self) -> str:
+        return f"{self.operation} {self.shape}"
+
+
+def select_cases(quick: bool) -> list[Case]:
+    """What is compiled: every dtype of the pool meets every head_dim and every group size.
+
+    Args:
+      quick: the shapes of the presets alone.
+    """
+    both = ("decode", "prefill")
+    common = [(128, 4, "bfloat16"), (128, 7, "bfloat16"), (64, 3, "bfloat16"), (128, 4, "int8")]
+    if quick:
+        return [Case(o, *shape) for shape in common for o in both] + [Case("write", 128, 4, "bfloat16")]
+    head_dims, groups = (64, 80, 96, 128, 256), (3, 1, 7, 4, 8)
+    dtypes = ("bfloat16", "float32", "int8", "fp8_e4m3")
+    square = [(d, groups[(i + j) % 5], t) for i, t in enumerate(dtypes) for j, d in enumerate(head_dims)]
+    cases = [Case(o, *shape) for shape in dict.fromkeys(common + square) for o in both]
+    cases += [Case("write", d, 4, t) for t in dtypes for d in head_dims]
+    cases += [Case(o, 128, 4, "float16") for o in (*both, "write")]
+    plain = [Case(o, 128, 4, "bfloat16") for o in both]
+    changes: list[dict[str, Any]] = [dict(window=1000), dict(soft_cap=50.0), dict(block_size=32)]
+    return cases + [dataclasses.replace(case, **change) for change in changes for case in plain]
+
+
+# -- compiling one thing, in a process of its own -------------------------------------------------
+
+
+def compile_case(compiler: Compiler, case: Case) -> list[dict[str, Any]]:
+    """A record for each GPU kernel of the case."""
+    kv_heads, tokens, seqs, width, num_blocks = 2, 256, 32, 128, 8191
+    dtype = ARRAY_DTYPES.get(case.pool, case.pool)
+    slots = (num_blocks, kv_heads, case.block_size)
+    pool = compiler.array((*slots, case.head_dim), dtype)
+    if case.operation == "write":
+        new = compiler.array((tokens, kv_heads, case.head_dim), "float32")
+        function: Any = jax.jit(write_kv, donate_argnums=(0, 1))
+        arguments = [pool, pool, new, new, compiler.array((tokens,), "int32")]
+    else:
+        decode = case.operation == "decode"
+        rows, heads = seqs if decode else tokens, case.group * kv_heads
+        arguments = [compiler.array((rows, heads, case.head_dim), "float32"), pool, pool]
+        arguments += [compiler.array((seqs, width), "int32")]
+        arguments += [] if decode else [compiler.array((seqs + 1,), "int32")]
+        arguments += [compiler.array((seqs,), "int32")]
+        options = dict(window=case.window, soft_cap=case.soft_cap, capability=compiler.target.capability)
+        options["dtype"] = case.pool if case.pool in DTYPES else "bfloat16"
+        kernel = paged_decode if decode else paged_prefill
+        if case.pool not in DTYPES:
+            arguments += [compiler.array(slots, "bfloat16")] * 2
+
+            def function(*arrays):
+                return kernel(*arrays[:-2], k_scale=arrays[-2], v_scale=arrays[-1], **options)
+
+        else:
+
+            def function(*arrays):
+                return kernel(*arrays, **options)
+
+        function = jax.jit(function)
+    program = compiler.compile(function, *arguments).as_text()
+    found = compiler.kernels(pool_operands(program, pool.size))
+    if not found:
+        raise RuntimeError("the program has no Pallas kernel")
+    return [{"name": f"{name} {case.shape}"} | record for name, record in found.items()]
+
+
+def compile_step(compiler: Compiler, name: str, model: str, kv_dtype: str) -> dict[str, Any]:
+    """Compiles the largest bucket of a step, sized as an engine would be on this GPU.
+
+    `decode_step` is the greedy variant; `prefill_step` the full one, whose temporaries an engine
+    subtracts from its memory.
+    """
+    config, engine, dtype = preset(model), EngineConfig(), ARRAY_DTYPES.get(kv_dtype, kv_dtype)
+    params = abstract_params(config, kv_dtype if kv_dtype in DTYPES else None)
+    weight_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+    block_bytes = bytes_per_block(config, engine.block_size, dtype)
+    left = pool_bytes(compiler.target, weight_bytes, 1 << 30)
+    left = max(left, 1024 * block_bytes)  # a model that does not fit is compiled all the same
+    sizes = resolve_sizes(config, engine, dtype=dtype, platform="gpu", pool_bytes=left)
+    num_blocks = sizes.num_kv_blocks + 1
+    decode, ragged = name == "decode_step", (sizes.max_num_batched_tokens, sizes.max_num_seqs)
+    packer = Packer(
+        Buckets((sizes.max_num_seqs,), ()) if decode else Buckets((), (ragged,)),
+        max_num_seqs=sizes.max_num_seqs,
+        table_width=sizes.table_width,
+        block_size=sizes.block_size,
+        vocab_size=config.vocab_size,
+    )
+    cache = jax.eval_shape(lambda: init_kv_cache(config, num_blocks, sizes.block_size, dtype, "gpu"))
+    state = jax.eval_shape(lambda: init_row_state(sizes.max_num_seqs, config.vocab_size))
+    arguments = jax.tree.map(
+        lambda x: compiler.array(x.shape, x.dtype), (params, cache, state, packer.padding_batch())
+    )
+    options: dict[str, Any] = dict(config=config, backend=Backend("pallas", compiler.target.capability))
+    if decode:
+        compiled = compiler.compile(steps.decode_step, *arguments, **options, variant=Variant.GREEDY)
+    else:
+        options |= dict(variant=Variant.FULL, deterministic=False)
+        compiled = compiler.compile(steps.prefill_step, *arguments, **options)
+    memory, program = compiled.memory_analysis(), Program(compiled.as_text())
+    others = sum(p.bytes for p in program.parameters() if not p.label.startswith("cache."))
+    pools, expected = memory.argument_size_in_bytes - others, num_blocks * block_bytes
+    if pools != expected:
+        raise RuntimeError(f"the pools take {pools} bytes where bytes_per_block says {expected}")
+    if memory.alias_size_in_bytes < pools:
+        raise RuntimeError(
+            f"only {memory.alias_size_in_bytes} bytes of the pools' {pools} are updated in place"
+        )
+    return {
+        "argument_bytes": memory.argument_size_in_bytes,
+        "alias_bytes": memory.alias_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "launches": count_launches(compiler.thunks),
+        "copies": program.copies(("params.", "cache.")),
+        "weight_bytes": weight_bytes,
+    }
+
+
+def pool_bytes(target: Target, weight_bytes: int, temporary_bytes: int) -> int:
+    """What is left for the pool on this GPU; 0 if nothing is."""
+    device: Any = types.SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": target.memory})
+    try:
+        utilization = EngineConfig().gpu_memory_utilization
+        return device_pool_bytes(device, utilization, weight_bytes, temporary_bytes) or 0
+    except ValueError:
+        return 0
+
+
+# -- compiling everything -------------------------------------------------------------------------
+
+
+def in_process(name: str, args: argparse.Namespace) -> tuple[Any, str | None]:
+    """What a process of its own found for `name`, or why there is nothing."""
+    with tempfile.TemporaryDirectory() as dump:
+        command = [sys.executable, __file__, "--worker", name, dump, "--target", args.target]
+        command += ["--model-config", args.model_config, "--kv-dtype", args.kv_dtype]
+        variables = os.environ | environment(dump)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=variables)
+        except subprocess.TimeoutExpired:
+            return None, f"does not compile within {TIMEOUT_S} s"
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+        return None, f"does not compile (exit code {done.returncode}): {(errors or lines)[-1][:500]}"
+    return json.loads(done.stdout.splitlines()[-1]), None
+
+
+def work(name: str, dump: str, args: argparse.Namespace) -> Any:
+    compiler = Compiler(TARGETS[args.target], Path(dump))
+    if name in STEPS:
+        return compile_step(compiler, name, args.model_config, args.kv_dtype)
+    return compile_case(compiler, next(case for case in select_cases(False) if case.name == name))
+
+
+def find_problems(kernels: list[dict[str, Any]], found_steps: dict[str, dict[str, Any]]) -> list[str]:
+    """What must not be, by name."""
+    problems = []
+    for kernel in kernels:
+        if kernel["spill_bytes"]:
+            problems.append(f"{kernel['name']}: spills {kernel['spill_bytes']} bytes")
+        narrow = {
+            int(width): count for width, count in kernel["loads"].items() if int(width) < LEAST_LOAD_BYTES
+        }
+        if narrow:
+            total = sum(kernel["loads"].values())
+            parts = ", ".join(f"{count} of {width} bytes" for width, count in narrow.items())
+            problems.append(f"{kernel['name']}: of {total} loads of K and V {parts}")
+    for name, step in found_steps.items():
+        problems += [f"{name}: copies {what} ({size} bytes)" for what, size in step["copies"]]
+    return problems
+
+
+def kernel_record(kernel: dict[str, Any]) -> dict[str, Any]:
+    """As it is reported: `global_load_bytes` is the narrowest load of K or V, if there is one."""
+    used = {key: kernel[key] for key in ("name", "registers", "spill_bytes", "shared_bytes")}
+    narrowest = min(map(int, kernel["loads"]), default=None)
+    return used | {"global_load_bytes": narrowest, "mma": kernel["mma"], "tf32": kernel["tf32"]}
+
+
+def step_record(step: dict[str, Any]) -> dict[str, int]:
+    """As it is reported."""
+    names = ("argument_bytes", "alias_bytes", "temp_bytes", "launches")
+    return {name: step[name] for name in names} | {"copied_bytes": sum(size for _, size in step["copies"])}
+
+
+def kv_tokens_fit(args: argparse.Namespace, found_steps: dict[str, dict[str, Any]]) -> int:
+    """Tokens of the largest pool that fits beside the weights and the largest temporaries."""
+    weight_bytes = found_steps[STEPS[0]]["weight_bytes"]
+    temporary_bytes = max(step["temp_bytes"] for step in found_steps.values())
+    left = pool_bytes(TARGETS[args.target], weight_bytes, temporary_bytes)
+    size, dtype = EngineConfig().block_size, ARRAY_DTYPES.get(args.kv_dtype, args.kv_dtype)
+    return left // bytes_per_block(preset(args.model_config), size, dtype) * size
+
+
+def print_report(report: dict[str, Any]) -> None:
+    print(f"{report['target']}, jax {report['jax']}\n")
+    row = "{:44} {:>9} {:>7} {:>7} {:>9}  {}"
+    print(row.format("kernel", "registers", "spilled", "shared", "K/V loads", "tensor cores"))
+    for kernel in report["kernels"]:
+        _, registers, spilled, shared, loads, mma, _ = kernel.values()
+        print(row.format(kernel["name"], registers, spilled, shared, loads or "-", ", ".join(mma) or "-"))
+    row = "{:14} {:>14} {:>14} {:>12} {:>9} {:>12}"
+    print("\n" + row.format("step", "arguments", "aliased", "temporaries", "launches", "copied"))
+    for name, step in report["steps"].items():
+        print(row.format(name, *step.values()))
+    if report["kv_tokens_fit"] is not None:
+        print(f"\ntokens of KV cache that fit beside the weights: {report['kv_tokens_fit']}")
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--target", choices=TARGETS, required=True)
+    parser.add_argument("--model-config", choices=PRESETS, default="llama3-8b", help="of the steps")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="bfloat16", help="of the steps' pools")
+    parser.add_argument("--kernels-only", action="store_true")
+    parser.add_argument("--steps-only", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="the presets' kernels, not the whole matrix")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--worker", nargs=2, metavar=("NAME", "DUMP"), help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    if args.worker:
+        print(json.dumps(work(*args.worker, args)))
+        return 0
+    try:
+        check_plugin()
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    names = [] if args.kernels_only else list(STEPS)
+    names += [] if args.steps_only else [case.name for case in select_cases(args.quick)]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        results = dict(zip(names, pool.map(lambda name: in_process(name, args), names), strict=True))
+    values = {name: value for name, (value, error) in results.items() if error is None}
+    found_steps = {name: values.pop(name) for name in STEPS if name in values}
+    kernels = [record for records in values.values() for record in records]
+    problems = [f"{name}: {error}" for name, (_, error) in results.items() if error is not None]
+    problems += find_problems(kernels, found_steps)
+    report = {
+        "target": args.target,
+        "jax": jax.__version__,
+        "kernels": list(map(kernel_record, kernels)),
+        "steps": {name: step_record(step) for name, step in found_steps.items()},
+        "kv_tokens_fit": kv_tokens_fit(args, found_steps) if len(found_steps) == len(STEPS) else None,
+    }
+    print(json.dumps(report)) if args.json else print_report(report)
+    for problem in problems:
+        print(f"problem: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
