@@ -7,15 +7,20 @@ JPAGED_PROPERTY_STEPS sets the number of operations (10,000 by default).
 
 from __future__ import annotations
 
+import gc
 import os
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
-from fake import drain, expected_output, fake_engine
+from fake import FakeRunner, drain, expected_output, fake_engine
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from jpaged import SamplingParams
+from jpaged.request import Request
+from jpaged.scheduling.kv_manager import KVManager
+from jpaged.scheduling.scheduler import Scheduler
 
 STEPS = int(os.environ.get("JPAGED_PROPERTY_STEPS", "10000"))
 PER_RUN = 50
@@ -135,3 +140,53 @@ def test_unique_requests_leave_the_number_of_nodes_bounded_by_the_pool(kind):
     assert cache.num_cached <= 64 and len(cache._node_of) == cache.num_cached and len(cache._queue) <= 64
     assert not engine._groups and not engine._sequences and not engine.scheduler._awaited
     assert not engine.scheduler.kv._copies and not engine.scheduler.waiting._since
+
+
+STATM = Path("/proc/self/statm")
+TOLERANCE = 3 * 2**20  # bytes; one small object kept per request would be several times as much
+
+
+def resident_memory() -> int:
+    """Bytes of this process that are in memory."""
+    gc.collect()
+    return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def count_nodes(snapshot: list[dict]) -> int:
+    """Nodes of a prefix cache, roots included."""
+    stack, count = list(snapshot), 0
+    while stack:
+        count += 1
+        stack += stack.pop()["children"]
+    return count
+
+
+@pytest.mark.skipif(not STATM.exists(), reason="resident memory is read from /proc")
+@pytest.mark.parametrize(("kind", "total"), [("radix", 200_000), ("hash", 50_000)])
+def test_unique_requests_leave_nodes_and_resident_memory_flat(kind, total):
+    """Nine tenths of the requests add nothing to what the first tenth took."""
+    kv = KVManager(64, 4, prefix_cache=kind)
+    scheduler = Scheduler(kv, max_num_seqs=16, max_num_batched_tokens=128)
+    runner, params = FakeRunner(block_size=4), SamplingParams(temperature=0, ignore_eos=True)
+
+    def serve(start, stop):
+        for number in range(start, stop):
+            prompt = [3 + number // 78_400, 3 + number // 280 % 280, 3 + number % 280, 4, 5, 6]
+            salt = f"tenant{number}" if number % 10 == 0 else None
+            scheduler.add(
+                Request(f"r{number}", prompt, params, arrival=number, max_total_tokens=8, cache_salt=salt)
+            )
+            if len(scheduler.waiting) == 16 or number == stop - 1:
+                while scheduler.has_unfinished:
+                    step = scheduler.schedule()
+                    scheduler.update(step, runner.run(step).result().tokens, {})
+                    runner.steps.clear()
+        scheduler.check_invariants()
+        return count_nodes(kv.cache.snapshot()), len(kv.cache._queue), resident_memory()
+
+    nodes, queued, memory = serve(0, total // 10)
+    nodes_later, queued_later, memory_later = serve(total // 10, total)
+    assert nodes_later <= nodes + 8 and nodes <= 2 * 64  # a block has at most one node and one root
+    assert queued <= 64 and queued_later <= 64
+    assert memory_later <= memory + TOLERANCE
+    assert kv.cache.num_evicted > total / 2
