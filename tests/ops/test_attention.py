@@ -18,6 +18,8 @@ import pytest
 
 from jpaged.ops import attention
 from jpaged.ops.attention import Backend
+from jpaged.pallas import decode as pallas_decode
+from jpaged.pallas import prefill as pallas_prefill
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}  # of the largest value
@@ -42,6 +44,8 @@ def prefill_of(backend: Backend):
 BACKENDS = {"xla": Backend("xla"), "pallas": Backend("pallas_interpret")}
 DECODE = {name: decode_of(backend) for name, backend in BACKENDS.items()}
 PREFILL = {name: prefill_of(backend) for name, backend in BACKENDS.items()}
+
+BLOCK_SIZES = {"xla": (1, 128, 256), "pallas": (32, 64)}
 
 on_every_implementation = pytest.mark.parametrize("implementation", list(DECODE))
 
@@ -216,7 +220,7 @@ PREFILL_LENS = [
     (32, 17), (48, 31), (129, 1), (144, 16), (0, 0), (257, 130), (0, 0),
 ]  # fmt: skip
 
-SHAPES = [(1, 80), (2, 64), (3, 80), (4, 64), (7, 64), (8, 64)]  # (group, head_dim)
+SHAPES = [(1, 80), (2, 64), (3, 96), (4, 128), (7, 64), (8, 256)]  # (group, head_dim)
 MASKS = [dict(window=1), dict(window=5, soft_cap=4.0), dict(window=40)]
 
 
@@ -245,10 +249,14 @@ class TestDecode:
         out = case.run_decode(implementation)
         case.check([row[None][:queries] for row, (_, queries) in zip(out, case.lens, strict=True)])
 
-    @pytest.mark.parametrize("block_size", [1, 256])
-    def test_block_sizes(self, implementation, block_size):
+    def test_block_sizes(self, implementation):
         lens = [(n, 1) for n in (1, 127, 128, 129)]  # the longest ends one slot into a tile
-        case = make_case(lens, block_size=block_size)
+        for block_size in BLOCK_SIZES[implementation]:
+            case = make_case(lens, block_size=block_size)
+            case.check([row[None] for row in case.run_decode(implementation)])
+
+    def test_a_long_context(self, implementation):
+        case = make_case([(4092, 1), (3, 1)], kv_heads=1, width=256)
         case.check([row[None] for row in case.run_decode(implementation)])
 
     def test_more_rows_than_one_group_of_tiles(self, implementation):
@@ -286,9 +294,13 @@ class TestPrefill:
         case = make_case(PREFILL_LENS, dtype=dtype, stored=stored, group=3, window=40)
         case.check(case.run_prefill(implementation, padding=13)[0])
 
-    @pytest.mark.parametrize("block_size", [1, 128])
-    def test_block_sizes(self, implementation, block_size):
-        case = make_case([(300, 200), (129, 129), (128, 1), (1, 1)], block_size=block_size)
+    def test_block_sizes(self, implementation):
+        for block_size in BLOCK_SIZES[implementation]:
+            case = make_case([(300, 200), (129, 129), (128, 1), (1, 1)], block_size=block_size)
+            case.check(case.run_prefill(implementation)[0])
+
+    def test_a_long_context(self, implementation):
+        case = make_case([(4092, 3), (3, 3), (4092, 1)], kv_heads=1, width=256)
         case.check(case.run_prefill(implementation)[0])
 
     def test_a_chunk_may_begin_anywhere(self, implementation):
@@ -327,6 +339,110 @@ class TestPrefill:
             )
             scale = np.abs(whole).max()
             np.testing.assert_allclose(np.asarray(alone)[0], whole[index], rtol=0, atol=1e-6 * scale)
+
+
+def quantize(pool: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A pool [N, K, P, D] as `kind` with bfloat16 scales [N, K, P], and the values that these mean."""
+    value_type, largest = {"int8": (np.int8, 127), "float8_e4m3fn": (ml_dtypes.float8_e4m3fn, 448)}[kind]
+    known = np.where(np.isfinite(pool), pool, 0)
+    scale = (np.abs(known).max(axis=-1) / largest).astype(ml_dtypes.bfloat16)
+    scale = np.where(scale > 0, scale, 1).astype(np.float32)
+    scaled = np.clip(known / scale[..., None], -largest, largest)
+    stored = (np.rint(scaled) if kind == "int8" else scaled).astype(value_type)
+    meant = stored.astype(np.float32) * scale[..., None]
+    # Slots that nobody may read: a scale of NaN, and values of NaN where there is such a thing.
+    poisoned = ~np.isfinite(pool).all(axis=-1)
+    scale[poisoned] = np.nan
+    stored[poisoned] = 99 if kind == "int8" else np.nan
+    return stored, scale.astype(ml_dtypes.bfloat16), meant
+
+
+def quantized_case(lens, kind: str, **options) -> tuple[Case, dict]:
+    """A case whose pools hold 8-bit values, and the scales that go with them."""
+    case = make_case(lens, **options)
+    (k_pool, k_scale, k_meant), (v_pool, v_scale, v_meant) = (
+        quantize(pool.view(DTYPES[case.dtype]).astype(np.float32), kind)
+        for pool in (case.k_pool, case.v_pool)
+    )
+    block_size = k_pool.shape[2]
+
+    def contexts(meant):
+        return [
+            np.stack([meant[table[t // block_size], :, t % block_size] for t in range(context)])
+            if context
+            else np.zeros((0, *meant.shape[1::2]), np.float32)
+            for (context, _), table in zip(lens, case.tables, strict=True)
+        ]
+
+    exact = dataclasses.replace(case, k=contexts(k_meant), v=contexts(v_meant), k_pool=k_pool, v_pool=v_pool)
+    return exact, dict(k_scale=k_scale, v_scale=v_scale)
+
+
+QUANTIZED = [("int8", "float32", 90), ("float8_e4m3fn", "bfloat16", 90), ("float8_e4m3fn", "float32", 80)]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "capability"), QUANTIZED)
+class TestQuantizedPools:
+    """Pools of 8 bits: the reference is dense attention over the values that are stored."""
+
+    def test_decode(self, kind, dtype, capability):
+        lens = [(n, min(n, 1)) for n in (0, 1, 16, 17, 130, 600)]
+        case, scales = quantized_case(lens, kind, dtype=dtype, group=3)
+        q = np.stack([own[0] if len(own) else np.full(own.shape[1:], np.nan, np.float32) for own in case.q])
+        out = pallas_decode.paged_decode(
+            q,
+            jnp.asarray(case.k_pool),
+            jnp.asarray(case.v_pool),
+            case.tables,
+            np.array([n for n, _ in lens], np.int32),
+            capability=capability,
+            interpret=True,
+            **scales,
+            **case.options(),
+        )
+        case.check([row[None][:queries] for row, (_, queries) in zip(np.asarray(out), lens, strict=True)])
+
+    def test_prefill(self, kind, dtype, capability):
+        lens = [(17, 17), (600, 1), (0, 0), (130, 45)]
+        case, scales = quantized_case(lens, kind, dtype=dtype, group=2, window=40)
+        start = np.concatenate([[0], np.cumsum([queries for _, queries in lens])]).astype(np.int32)
+        out = pallas_prefill.paged_prefill(
+            np.concatenate(case.q),
+            jnp.asarray(case.k_pool),
+            jnp.asarray(case.v_pool),
+            case.tables,
+            start,
+            np.array([n for n, _ in lens], np.int32),
+            capability=capability,
+            interpret=True,
+            **scales,
+            **case.options(),
+        )
+        case.check(np.split(np.asarray(out), start[1:-1]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        (dict(k_pool=np.zeros((4, 3, 16, 64), np.float32)), "must match"),
+        (dict(k_pool=np.zeros((4, 2, 16, 48), np.float32)), "must match"),
+        (dict(dtype="bfloat16"), "must be dtype='bfloat16' or one of"),
+        (dict(q=np.zeros((2, 3, 64), np.float32)), "num_heads=3 must be a multiple of kv_heads=2"),
+        (
+            dict(k_scale=np.zeros((4, 2, 16), np.float32)),
+            "k_scale of a float32 pool must have the shape None",
+        ),
+    ],
+)
+def test_kernels_refuse_what_they_cannot_run(changes, match):
+    pool = np.zeros((4, 2, 16, 64), np.float32)
+    arguments = dict(
+        q=np.zeros((2, 4, 64), np.float32), k_pool=pool, v_pool=pool, dtype="float32", capability=90
+    )
+    with pytest.raises(ValueError, match=match):
+        pallas_decode.paged_decode(
+            tables=np.zeros((2, 2), np.int32), context_lens=np.zeros(2, np.int32), **(arguments | changes)
+        )
 
 
 def test_the_reference_itself_moves_far_for_one_slot():

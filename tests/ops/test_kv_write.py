@@ -12,12 +12,33 @@ import numpy as np
 import pytest
 from conftest import tiny_config
 
-from jpaged.kv_cache import KVCache, bytes_per_block, copy_blocks, init_kv_cache, storage_dtype, write_kv
+from jpaged.kv_cache import (
+    KVCache,
+    bytes_per_block,
+    copy_blocks,
+    from_storage,
+    init_kv_cache,
+    storage_dtype,
+    to_storage,
+    write_kv,
+)
+from jpaged.pallas import write as pallas_write
 
 N, K, P, D = 9, 2, 4, 6
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
-write = functools.partial(jax.jit, static_argnames="dtype", donate_argnums=(0, 1))(write_kv)
+xla = functools.partial(jax.jit, static_argnames="dtype", donate_argnums=(0, 1))(write_kv)
+
+
+@functools.partial(jax.jit, static_argnames="dtype", donate_argnums=(0, 1))
+def pallas(k_pool, v_pool, k, v, slots, dtype):
+    pools = (from_storage(pool, dtype) for pool in (k_pool, v_pool))
+    written = pallas_write.write_kv(*pools, k, v, slots, interpret=True)
+    return tuple(to_storage(pool, dtype, k_pool.dtype) for pool in written)
+
+
+WRITE = {"xla": xla, "pallas": pallas}
+on_every_implementation = pytest.mark.parametrize("write", WRITE.values(), ids=list(WRITE))
 
 
 def numbered_pools(dtype: str) -> tuple[np.ndarray, np.ndarray]:
@@ -27,8 +48,9 @@ def numbered_pools(dtype: str) -> tuple[np.ndarray, np.ndarray]:
     return k.view(stored), (-k).view(stored)
 
 
+@on_every_implementation
 @pytest.mark.parametrize("dtype", list(DTYPES))
-def test_each_token_lands_in_its_slot_and_nothing_else_changes(dtype):
+def test_each_token_lands_in_its_slot_and_nothing_else_changes(dtype, write):
     rng = np.random.default_rng(0)
     k_pool, v_pool = numbered_pools(dtype)
     slots = np.array([4 * 5 + 3, 4 * 1, 4 * 8 + 2, 4 * 5 + 2, 4 * 8 + 3], np.int32)
@@ -42,7 +64,8 @@ def test_each_token_lands_in_its_slot_and_nothing_else_changes(dtype):
         np.testing.assert_array_equal(np.asarray(got), expected)
 
 
-def test_padding_writes_to_the_null_block_alone():
+@on_every_implementation
+def test_padding_writes_to_the_null_block_alone(write):
     k_pool, v_pool = numbered_pools("float32")
     slots = np.array([0, 4 * 2 + 1, 0, 0], np.int32)
     k = np.full((4, K, D), np.nan, np.float32)
@@ -67,7 +90,7 @@ def test_donated_pools_are_written_in_place(dtype):
     pool = jax.ShapeDtypeStruct(shape, storage_dtype(dtype, "cpu"))
     new = jax.ShapeDtypeStruct((3, K, D), jnp.float32)
     slots = jax.ShapeDtypeStruct((3,), jnp.int32)
-    compiled = write.lower(pool, pool, new, new, slots, dtype=dtype).compile()
+    compiled = xla.lower(pool, pool, new, new, slots, dtype=dtype).compile()
     size = int(np.prod(shape)) * pool.dtype.itemsize
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == 2 * size
