@@ -1,0 +1,215 @@
+"""Paged attention problems with known answers, for every implementation: no test framework needed.
+
+Every slot that may not be read holds NaN or an infinity. Keys are built so that the slots at the
+edges of what a query sees weigh most, and those just beyond would weigh all: one slot too many or
+too few is an error of the order of the values themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}  # of the largest value
+VISIBLE, HIDDEN = 6.0, 12.0  # scores of the edge slots that a query sees, and of those just beyond
+
+
+@dataclasses.dataclass
+class Case:
+    """Sequences in a pool, and what their queries should give.
+
+    Attributes:
+      q: per sequence, float32 [queries, H, D]; the last ones of the context.
+      k, v: per sequence, float32 [context, K, D], as rounded to `dtype`.
+      k_pool, v_pool: as stored.
+    """
+
+    lens: list[tuple[int, int]]  # (context, queries)
+    q: list[np.ndarray]
+    k: list[np.ndarray]
+    v: list[np.ndarray]
+    k_pool: np.ndarray
+    v_pool: np.ndarray
+    tables: np.ndarray
+    dtype: str
+    window: int | None
+    soft_cap: float | None
+
+    def expected(self) -> list[np.ndarray]:
+        """Dense attention of each sequence in float64: [queries, H, D]."""
+        return [self._dense(*sequence) for sequence in zip(self.q, self.k, self.v, strict=True)]
+
+    def _dense(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        q, k, v = (x.astype(np.float64) for x in (q, k, v))
+        group = q.shape[1] // k.shape[1]
+        k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+        scores = np.einsum("qhd,thd->hqt", q, k) / np.sqrt(q.shape[-1])
+        if self.soft_cap is not None:
+            scores = self.soft_cap * np.tanh(scores / self.soft_cap)
+        position = np.arange(len(k) - len(q), len(k))[:, None]
+        key = np.arange(len(k))[None, :]
+        seen = key <= position
+        if self.window is not None:
+            seen &= key > position - self.window
+        scores = np.where(seen[None], scores, -np.inf)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True)) if len(q) else scores
+        weights /= weights.sum(axis=-1, keepdims=True)
+        return np.einsum("hqt,thd->qhd", weights, v)
+
+    def check(self, got: list[np.ndarray]) -> None:
+        expected = self.expected()
+        scale = max(np.abs(x).max() for x in expected if x.size)
+        assert scale > 1
+        for lens, g, e in zip(self.lens, got, expected, strict=True):
+            assert g.shape == e.shape
+            np.testing.assert_allclose(
+                g, e, rtol=0, atol=TOLERANCE[self.dtype] * scale, err_msg=f"(context, queries) = {lens}"
+            )
+
+    def options(self) -> dict:
+        return dict(dtype=self.dtype, window=self.window, soft_cap=self.soft_cap)
+
+    # -- running it ---------------------------------------------------------------------------
+
+    def run_decode(self, decode: Callable) -> np.ndarray:
+        """All sequences, each with at most one query: [S, H, D]."""
+        q = np.zeros((len(self.lens), *self.q[0].shape[1:]), np.float32)
+        for row, own in zip(q, self.q, strict=True):
+            row[:] = own[0] if len(own) else np.nan  # the query of an empty row is not read either
+        lens = np.array([context for context, _ in self.lens], np.int32)
+        out = decode(q, self.k_pool, self.v_pool, self.tables, lens, **self.options())
+        assert out.dtype == np.float32
+        return np.asarray(out)
+
+    def run_prefill(self, prefill: Callable, *, padding: int = 0) -> tuple[list[np.ndarray], np.ndarray]:
+        """All sequences packed, then `padding` tokens: results per sequence, and those of padding."""
+        counts = [queries for _, queries in self.lens]
+        start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        q = np.concatenate([*self.q, np.ones((padding, *self.q[0].shape[1:]), np.float32)])
+        lens = np.array([context for context, _ in self.lens], np.int32)
+        out = prefill(q, self.k_pool, self.v_pool, self.tables, start, lens, **self.options())
+        assert out.dtype == np.float32
+        pieces = np.split(np.asarray(out), start[1:])
+        return pieces[:-1], pieces[-1]
+
+
+def edge_keys(rng, direction: np.ndarray, common: np.ndarray, window: int | None) -> np.ndarray:
+    """Keys [context, K, D] for queries along `direction[t] + common`, all vectors of length about 1.
+
+    Slot j scores `VISIBLE` with the queries that see it as their first or last slot, and `HIDDEN`
+    with those for which it is one before the first or one after the last.
+    """
+    length = len(direction)
+    keys = 0.2 * rng.standard_normal(direction.shape)
+
+    def add(slot: int, query: int, score: float) -> None:
+        if 0 <= slot < length and 0 <= query < length:
+            keys[slot] += score * direction[query]
+
+    for t in range(length):
+        add(t, t, VISIBLE)
+        add(t + 1, t, HIDDEN)
+        if window is not None:
+            add(t - window + 1, t, VISIBLE)
+            add(t - window, t, HIDDEN)
+    if length:
+        keys[0] += VISIBLE * common
+    return keys
+
+
+def make_case(
+    lens: list[tuple[int, int]],
+    *,
+    group: int = 2,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    block_size: int = 16,
+    dtype: str = "float32",
+    stored: str | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    width: int | None = None,
+    seed: int = 0,
+) -> Case:
+    """Sequences in permuted blocks of a pool whose every other slot is poisoned.
+
+    Args:
+      stored: dtype of the pool's array, by default uint16 for 16-bit values.
+      width: of the block tables.
+    """
+    rng = np.random.default_rng(seed)
+    value_type = DTYPES[dtype]
+    counts = [-(-context // block_size) for context, _ in lens]
+    width = width or max(counts) + 2
+    num_blocks = sum(counts) + 4
+    poison = rng.choice([np.nan, np.inf, -np.inf], (2, num_blocks, kv_heads, block_size, head_dim))
+    k_pool, v_pool = poison.astype(value_type)
+    tables = np.zeros((len(lens), width), np.int32)
+    blocks = rng.permutation(np.arange(1, num_blocks)).tolist()
+
+    q, k, v = [], [], []
+    for (context, queries), count, table in zip(lens, counts, tables, strict=True):
+        own = [blocks.pop() for _ in range(count)]
+        table[:count] = own
+        shape = (context, kv_heads, head_dim)
+        direction = rng.standard_normal(shape)
+        direction /= np.linalg.norm(direction, axis=-1, keepdims=True)
+        common = rng.standard_normal((kv_heads, head_dim))
+        common /= np.linalg.norm(common, axis=-1, keepdims=True)
+        keys = edge_keys(rng, direction, common, window).astype(value_type)
+        values = rng.standard_normal(shape).astype(value_type)
+        for slot in range(context):
+            k_pool[own[slot // block_size], :, slot % block_size] = keys[slot]
+            v_pool[own[slot // block_size], :, slot % block_size] = values[slot]
+        # q · k / sqrt(D) is the score that edge_keys means.
+        query = np.sqrt(head_dim) * (direction + common[None])[context - queries :]
+        query = np.repeat(query, group, axis=1) + 0.3 * rng.standard_normal(
+            (queries, kv_heads * group, head_dim)
+        )
+        q.append(query.astype(value_type).astype(np.float32))
+        k.append(keys.astype(np.float32))
+        v.append(values.astype(np.float32))
+    stored = stored or ("uint16" if k_pool.itemsize == 2 else dtype)
+    k_pool, v_pool = (pool.view(DTYPES.get(stored, np.uint16)) for pool in (k_pool, v_pool))
+    return Case(lens, q, k, v, k_pool, v_pool, tables, dtype, window, soft_cap)
+
+
+def quantize(pool: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A pool [N, K, P, D] as `kind` with bfloat16 scales [N, K, P], and the values that these mean."""
+    value_type, largest = {"int8": (np.int8, 127), "float8_e4m3fn": (ml_dtypes.float8_e4m3fn, 448)}[kind]
+    known = np.where(np.isfinite(pool), pool, 0)
+    scale = (np.abs(known).max(axis=-1) / largest).astype(ml_dtypes.bfloat16)
+    scale = np.where(scale > 0, scale, 1).astype(np.float32)
+    scaled = np.clip(known / scale[..., None], -largest, largest)
+    stored = (np.rint(scaled) if kind == "int8" else scaled).astype(value_type)
+    meant = stored.astype(np.float32) * scale[..., None]
+    # Slots that nobody may read: a scale of NaN, and values of NaN where there is such a thing.
+    poisoned = ~np.isfinite(pool).all(axis=-1)
+    scale[poisoned] = np.nan
+    stored[poisoned] = 99 if kind == "int8" else np.nan
+    return stored, scale.astype(ml_dtypes.bfloat16), meant
+
+
+def quantized_case(lens, kind: str, **options) -> tuple[Case, dict]:
+    """A case whose pools hold 8-bit values, and the scales that go with them."""
+    case = make_case(lens, **options)
+    (k_pool, k_scale, k_meant), (v_pool, v_scale, v_meant) = (
+        quantize(pool.view(DTYPES[case.dtype]).astype(np.float32), kind)
+        for pool in (case.k_pool, case.v_pool)
+    )
+    block_size = k_pool.shape[2]
+
+    def contexts(meant):
+        return [
+            np.stack([meant[table[t // block_size], :, t % block_size] for t in range(context)])
+            if context
+            else np.zeros((0, *meant.shape[1::2]), np.float32)
+            for (context, _), table in zip(lens, case.tables, strict=True)
+        ]
+
+    exact = dataclasses.replace(case, k=contexts(k_meant), v=contexts(v_meant), k_pool=k_pool, v_pool=v_pool)
+    return exact, dict(k_scale=k_scale, v_scale=v_scale)
