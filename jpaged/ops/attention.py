@@ -62,7 +62,7 @@ def resolve_backend(choice: str, config: ModelConfig, *, block_size: int, dtype:
       ValueError: the backend cannot run this model or block size.
     """
     device = jax.devices()[0]
-    capability = _capability(device)
+    capability = capability_of(device)
     lacking = _lacking_device(device, capability)
     shapes = unsupported(head_dim=config.head_dim, block_size=block_size, dtype=dtype)
     if choice == "auto":
@@ -76,7 +76,8 @@ def resolve_backend(choice: str, config: ModelConfig, *, block_size: int, dtype:
     return Backend(choice, capability)
 
 
-def _capability(device: jax.Device) -> int:
+def capability_of(device: jax.Device) -> int:
+    """Compute capability of a GPU, 10 * major + minor; 0 for any other device."""
     if device.platform != "gpu":
         return 0
     major, minor = str(getattr(device, "compute_capability", "0.0")).split(".")

@@ -67,7 +67,9 @@ def default_tuning(fixed: Attention) -> Tuning:
 
 def _ranges(fixed: Attention, tuning: Tuning, length: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """First block, blocks per split, end block of a context of `length` tokens."""
-    first = jnp.int32(0) if fixed.window is None else jnp.maximum(length - fixed.window, 0) // fixed.block_size
+    first = jnp.int32(0)
+    if fixed.window is not None:
+        first = jnp.maximum(length - fixed.window, 0) // fixed.block_size
     end = pl.cdiv(length, fixed.block_size)
     each = pl.cdiv(pl.cdiv(end - first, tuning.max_splits), tuning.tile_blocks) * tuning.tile_blocks
     return first, jnp.maximum(each, tuning.split_blocks), end
