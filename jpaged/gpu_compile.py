@@ -1,9 +1,9 @@
 """Compiles for a GPU that this machine need not have, and reads what the compiler wrote.
 
 jax's CUDA plugin compiles for a described GPU: kernels become PTX, a program becomes a list of
-launches, and its memory is known. Nothing runs and nothing is tuned. The process must have been
-started with `environment`, and must compute nothing: one that ran something on the CPU before it
-compiled for a GPU may abort.
+launches, and its memory is known. Nothing runs and nothing is tuned. A process that compiles must have
+been started with `ENVIRONMENT`, and must compute nothing: one that ran something on the CPU before may
+abort.
 """
 
 from __future__ import annotations
@@ -103,15 +103,18 @@ def check_plugin() -> None:
     )
 
 
-def environment(dump: str) -> dict[str, str]:
-    """Environment variables of a process that compiles and writes what it compiled to folder `dump`."""
+# Environment variables that a process must have that imports jax to compile.
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+
+
+def dump_flags(dump: Path) -> str:
+    """The value of `XLA_FLAGS`, to be set before the first `Compiler`, that writes to folder `dump`."""
     # "ptx" limits what jax 0.11 and later write; 0.10 writes PTX in any case.
-    flags = f"--xla_dump_to={dump} --xla_dump_hlo_as_text --xla_dump_emitter_re=ptx"
-    return {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "XLA_FLAGS": flags}
+    return f"--xla_dump_to={dump} --xla_dump_hlo_as_text --xla_dump_emitter_re=ptx"
 
 
 class Compiler:
-    """Compiles one function for `target`; `dump` is the folder that `environment` was told of."""
+    """Compiles one function for `target`; `dump` is the folder of `dump_flags`."""
 
     def __init__(self, target: Target, dump: Path):
         self.target = target

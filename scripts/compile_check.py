@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import multiprocessing
 import os
-import re
-import subprocess
 import sys
 import tempfile
 import types
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,14 @@ from jpaged.engine import steps
 from jpaged.engine.packing import Buckets, Packer
 from jpaged.engine.sizing import device_pool_bytes, resolve_sizes
 from jpaged.gpu_compile import (
+    ENVIRONMENT,
     TARGETS,
     Compiler,
     Program,
     Target,
     check_plugin,
     count_launches,
-    environment,
+    dump_flags,
     pool_operands,
 )
 from jpaged.kv_cache import bytes_per_block, init_kv_cache
@@ -55,6 +56,9 @@ LEAST_LOAD_BYTES = 16
 KV_DTYPES = ("bfloat16", "float32", "float16", "int8", "fp8_e4m3")
 ARRAY_DTYPES = {"fp8_e4m3": "float8_e4m3fn"}  # where an array's dtype has another name
 STEPS = ("decode_step", "prefill_step")
+# Each process is forked from one that has imported what takes long and done nothing.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["jpaged.engine.steps", "jpaged.gpu_compile"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,25 +215,35 @@ def pool_bytes(target: Target, weight_bytes: int, temporary_bytes: int) -> int:
 def in_process(name: str, args: argparse.Namespace) -> tuple[Any, str | None]:
     """What a process of its own found for `name`, or why there is nothing."""
     with tempfile.TemporaryDirectory() as dump:
-        command = [sys.executable, __file__, "--worker", name, dump, "--target", args.target]
-        command += ["--model-config", args.model_config, "--kv-dtype", args.kv_dtype]
-        variables = os.environ | environment(dump)
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=variables)
-        except subprocess.TimeoutExpired:
+        receiver, sender = PROCESSES.Pipe(duplex=False)
+        process = PROCESSES.Process(target=work, args=(name, Path(dump), args, sender))
+        process.start()
+        sender.close()
+        if not receiver.poll(TIMEOUT_S):
+            process.kill()
             return None, f"does not compile within {TIMEOUT_S} s"
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
-        return None, f"does not compile (exit code {done.returncode}): {(errors or lines)[-1][:500]}"
-    return json.loads(done.stdout.splitlines()[-1]), None
+        try:
+            return receiver.recv()
+        except EOFError:
+            process.join()
+            said = (Path(dump) / "stderr").read_text().strip().splitlines() or ["it said nothing"]
+            return None, f"the compiler ended with exit code {process.exitcode}: {said[-1][:500]}"
 
 
-def work(name: str, dump: str, args: argparse.Namespace) -> Any:
-    compiler = Compiler(TARGETS[args.target], Path(dump))
-    if name in STEPS:
-        return compile_step(compiler, name, args.model_config, args.kv_dtype)
-    return compile_case(compiler, next(case for case in select_cases(False) if case.name == name))
+def work(name: str, dump: Path, args: argparse.Namespace, sender: Connection) -> None:
+    """Compiles one thing in a fresh process and sends what was found, or why there is nothing."""
+    os.environ["XLA_FLAGS"] = dump_flags(dump)
+    with open(dump / "stderr", "w") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    try:
+        compiler = Compiler(TARGETS[args.target], dump)
+        if name in STEPS:
+            found: Any = compile_step(compiler, name, args.model_config, args.kv_dtype)
+        else:
+            found = compile_case(compiler, next(case for case in select_cases(False) if case.name == name))
+        sender.send((found, None))
+    except Exception as error:
+        sender.send((None, f"does not compile: {type(error).__name__}: {error}"[:500]))
 
 
 def find_problems(kernels: list[dict[str, Any]], found_steps: dict[str, dict[str, Any]]) -> list[str]:
@@ -253,7 +267,7 @@ def find_problems(kernels: list[dict[str, Any]], found_steps: dict[str, dict[str
 def kernel_record(kernel: dict[str, Any]) -> dict[str, Any]:
     """As it is reported: `global_load_bytes` is the narrowest load of K or V, if there is one."""
     used = {key: kernel[key] for key in ("name", "registers", "spill_bytes", "shared_bytes")}
-    narrowest = min(map(int, kernel["loads"]), default=None)
+    narrowest = min(kernel["loads"], default=None)
     return used | {"global_load_bytes": narrowest, "mma": kernel["mma"], "tf32": kernel["tf32"]}
 
 
@@ -297,20 +311,17 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="the presets' kernels, not the whole matrix")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--worker", nargs=2, metavar=("NAME", "DUMP"), help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
-    if args.worker:
-        print(json.dumps(work(*args.worker, args)))
-        return 0
     try:
         check_plugin()
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    os.environ |= ENVIRONMENT
     names = [] if args.kernels_only else list(STEPS)
     names += [] if args.steps_only else [case.name for case in select_cases(args.quick)]
     with ThreadPoolExecutor(args.jobs) as pool:
