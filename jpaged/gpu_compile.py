@@ -414,7 +414,8 @@ class Program:
         if opcode == "copy-start":
             written = written[:1]  # of target, source, context
         elif opcode.endswith("-start"):
-            written = written[len(_arrays(_enclosed(instruction.type, 1))) :]  # operands come first
+            operand_count = len(_arrays(_enclosed(instruction.type, 1)))
+            written = [x for x in written[operand_count:] if x[0] > 1]  # not the context, a scalar
         entries, size = sum(e for e, _ in written) * times, sum(s for _, s in written) * times
         found += [(f"{p.label} in {instruction.name}", size) for p in read if 2 * entries >= p.entries]
         return None

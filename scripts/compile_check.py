@@ -142,8 +142,8 @@ def compile_case(compiler: Compiler, case: Case) -> list[dict[str, Any]]:
         function = jax.jit(function)
     program = compiler.compile(function, *arguments).as_text()
     found = compiler.kernels(pool_operands(program, pool.size))
-    if not found:
-        raise RuntimeError("the program has no Pallas kernel")
+    if not found or (case.operation != "write" and not any(record["loads"] for record in found.values())):
+        raise RuntimeError(f"of the kernels {list(found)} none is seen to read the pools")
     return [{"name": f"{name} {case.shape}"} | record for name, record in found.items()]
 
 

@@ -1,0 +1,149 @@
+"""The command line that compiles for a GPU; the compiler itself needs packages that tests do not have."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from jpaged.gpu_compile import TARGETS
+
+ROOT = Path(__file__).parents[1]
+GIB = 1 << 30
+
+KERNEL = {
+    "name": "paged_decode d128 g4 bfloat16",
+    "registers": 99,
+    "spill_bytes": 0,
+    "shared_bytes": 38928,
+    "loads": {16: 24},
+    "mma": ["mma m16n8k16 bf16"],
+    "tf32": False,
+}
+STEP = {
+    "argument_bytes": 100,
+    "alias_bytes": 60,
+    "temp_bytes": 2 * GIB,
+    "launches": 500,
+    "copies": [],
+    "weight_bytes": 16 * GIB,
+}
+
+
+@pytest.fixture
+def script(monkeypatch):
+    spec = importlib.util.spec_from_file_location("compile_check", ROOT / "scripts" / "compile_check.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    module.results = {}
+
+    def in_process(name, args):
+        if name in module.results:
+            return module.results[name]
+        return (STEP, None) if name in module.STEPS else ([KERNEL | {"name": name}], None)
+
+    monkeypatch.setattr(module, "in_process", in_process)
+    monkeypatch.setattr(module, "check_plugin", lambda: None)
+    monkeypatch.setattr(module.os, "environ", {})
+    return module
+
+
+def run(script, capsys, *arguments):
+    code = script.main(["--target", "h200", "--quick", *arguments])
+    out, err = capsys.readouterr()
+    return code, out, err.splitlines()
+
+
+def test_every_dtype_meets_every_head_dim_and_every_group_in_decode_and_prefill(script):
+    cases = script.select_cases(quick=False)
+    for operation in ("decode", "prefill"):
+        attention = [case for case in cases if case.operation == operation]
+        for dtype in ("bfloat16", "float32", "int8", "fp8_e4m3"):
+            assert {c.head_dim for c in attention if c.pool == dtype} == {64, 80, 96, 128, 256}
+            assert {c.group for c in attention if c.pool == dtype} == {1, 3, 4, 7, 8}
+        assert {c.block_size for c in attention} == {16, 32}
+        assert any(c.window for c in attention) and any(c.soft_cap for c in attention)
+    writes = {(c.head_dim, c.pool) for c in cases if c.operation == "write"}
+    assert len(writes) == 21 and (80, "fp8_e4m3") in writes
+    assert len({case.name for case in cases}) == len(cases)
+    assert set(script.select_cases(quick=True)) <= set(cases)
+
+
+def test_the_report_is_one_json_object_and_the_pool_is_what_weights_and_temporaries_leave(script, capsys):
+    code, out, err = run(script, capsys, "--json")
+    report = json.loads(out)
+    assert (code, err) == (0, []) and set(report) == {"target", "jax", "kernels", "steps", "kv_tokens_fit"}
+    assert len(report["kernels"]) == len(script.select_cases(quick=True))
+    assert report["kernels"][0] == {
+        "name": "decode d128 g4 bfloat16",
+        "registers": 99,
+        "spill_bytes": 0,
+        "shared_bytes": 38928,
+        "global_load_bytes": 16,
+        "mma": ["mma m16n8k16 bf16"],
+        "tf32": False,
+    }
+    numbers = dict(argument_bytes=100, alias_bytes=60, temp_bytes=2 * GIB, launches=500, copied_bytes=0)
+    assert report["steps"] == {"decode_step": numbers, "prefill_step": numbers}
+    block = 16 * 2 * 32 * 8 * 128 * 2  # 16 tokens, K and V, 32 layers, 8 heads of 128 values of 2 bytes
+    left = int(TARGETS["h200"].memory * 0.9) - 18 * GIB
+    assert report["kv_tokens_fit"] == left // block * 16 == 887680
+
+
+def test_a_model_that_does_not_fit_leaves_no_token(script, capsys):
+    script.results["prefill_step"] = (STEP | {"temp_bytes": 200 * GIB}, None)
+    assert json.loads(run(script, capsys, "--json")[1])["kv_tokens_fit"] == 0
+
+
+def test_what_must_not_be_is_listed_by_name_and_makes_the_exit_code_1(script, capsys):
+    decode, prefill, write = "decode d64 g3 bfloat16", "prefill d64 g3 bfloat16", "write d128 g4 bfloat16"
+    script.results = {
+        decode: ([KERNEL | {"name": decode, "spill_bytes": 24}], None),
+        prefill: ([KERNEL | {"name": prefill, "loads": {4: 2, 8: 1, 16: 24}}], None),
+        write: (None, "does not compile: ValueError: no"),
+        "prefill_step": (
+            STEP | {"copies": [("params.wo in copy.1", 64), ("cache.k[0] in copy.2", 32)]},
+            None,
+        ),
+    }
+    code, out, err = run(script, capsys, "--json")
+    assert code == 1 and err == [
+        f"problem: {write}: does not compile: ValueError: no",
+        f"problem: {decode}: spills 24 bytes",
+        f"problem: {prefill}: of 27 loads of K and V 2 of 4 bytes, 1 of 8 bytes",
+        "problem: prefill_step: copies params.wo in copy.1 (64 bytes)",
+        "problem: prefill_step: copies cache.k[0] in copy.2 (32 bytes)",
+    ]
+    report = json.loads(out)
+    assert report["steps"]["prefill_step"]["copied_bytes"] == 96
+    assert [k["global_load_bytes"] for k in report["kernels"] if k["name"] == prefill] == [4]
+
+
+def test_kernels_or_steps_alone(script, capsys):
+    code, out, _ = run(script, capsys, "--kernels-only", "--json")
+    assert code == 0 and json.loads(out)["steps"] == {} and json.loads(out)["kv_tokens_fit"] is None
+    script.results["decode_step"] = (None, "does not compile within 900 s")
+    code, out, err = run(script, capsys, "--steps-only", "--json")
+    assert code == 1 and json.loads(out)["kernels"] == [] and json.loads(out)["kv_tokens_fit"] is None
+    assert err == ["problem: decode_step: does not compile within 900 s"]
+
+
+def test_the_table_has_a_row_for_each_kernel_and_step(script, capsys):
+    script.results["write d128 g4 bfloat16"] = ([KERNEL | {"loads": {}, "mma": []}], None)
+    _, out, _ = run(script, capsys)
+    assert out.splitlines()[3].split() == "decode d128 g4 bfloat16 99 0 38928 16 mma m16n8k16 bf16".split()
+    assert "paged_decode d128 g4 bfloat16 99 0 38928 - -" in " ".join(out.split())
+    assert f"decode_step 100 60 {2 * GIB} 500 0" in " ".join(out.split())
+    assert out.endswith("tokens of KV cache that fit beside the weights: 887680\n")
+
+
+def test_a_missing_plugin_is_an_error_before_anything_starts(script, capsys, monkeypatch):
+    def fail():
+        raise RuntimeError("no plugin")
+
+    monkeypatch.setattr(script, "check_plugin", fail)
+    assert run(script, capsys) == (1, "", ["error: no plugin"])

@@ -1,0 +1,32 @@
+"""Presets are the models they are named after."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import pytest
+
+from jpaged.models.transformer import abstract_params
+from jpaged.presets import PRESETS, preset
+
+# As published with the weights: parameters, head_dim, group size, layers, longest sequence.
+PUBLISHED = {
+    "llama3-8b": (8_030_261_248, 128, 4, 32, 8192),
+    "qwen2.5-7b": (7_615_616_512, 128, 7, 28, 131072),
+    "smollm2-135m": (134_515_008, 64, 3, 30, 8192),
+}
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_a_preset_has_the_published_number_of_parameters(name):
+    config = preset(name)
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(config)))
+    sizes = (config.head_dim, config.group_size, config.num_layers, config.max_position_embeddings)
+    assert (count, *sizes) == PUBLISHED[name]
+    assert config.dtype == "bfloat16"
+
+
+def test_an_unknown_preset_is_refused_with_a_list_of_those_there_are():
+    with pytest.raises(ValueError, match="'gpt2' must be one of llama3-8b, qwen2.5-7b, smollm2-135m"):
+        preset("gpt2")
