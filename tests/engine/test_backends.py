@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -42,11 +44,11 @@ def test_kernels_give_the_ids_of_xla_with_prefix_cache_chunks_and_preemption(mod
     assert stats["num_preemptions"] > 0 and stats["prefix_cache_hits"] > 0
 
 
+@dataclasses.dataclass(frozen=True)
 class FakeDevice:
-    def __init__(self, platform: str, compute_capability: str = "9.0"):
-        self.platform = platform
-        self.device_kind = "test device"
-        self.compute_capability = compute_capability
+    platform: str
+    compute_capability: str = "9.0"
+    device_kind: str = "test device"
 
 
 def resolve(monkeypatch, choice, device, config: ModelConfig | None = None, **options) -> Backend:
@@ -91,6 +93,7 @@ def test_auto_takes_the_kernels_where_they_can_run(monkeypatch, device, options,
             "head_dim=48 must be one of",
         ),
     ],
+    ids=str,
 )
 def test_a_backend_chosen_by_name_never_falls_back(monkeypatch, choice, device, options, error, match):
     with pytest.raises(error, match=match):
