@@ -107,6 +107,7 @@ class LLM:
             seed=seed,
         )
         EngineConfig(**options)  # wrong options are told before weights are read
+        _use_compilation_cache()
         if (model is None) == (params is None) or (params is None) != (config is None):
             raise ValueError("give either model, or both config and params")
         if isinstance(tokenizer, (str, os.PathLike)):
@@ -482,6 +483,18 @@ def _load(model: str | os.PathLike[str], dtype: str, tokenizer: Any) -> tuple[Mo
     params = checkpoint.load_params(dtype)
     logger.info("loaded %s in %s in %.1f s", model, dtype, time.monotonic() - started)
     return checkpoint.config, params, tokenizer
+
+
+def _use_compilation_cache() -> None:
+    """Keeps compiled programs on disk, so that the next start need not compile them again.
+
+    What the user set stays: `JAX_COMPILATION_CACHE_DIR` names another folder,
+    `JAX_ENABLE_COMPILATION_CACHE=false` turns it off.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        jax.config.update("jax_compilation_cache_dir", os.path.join(home, "jpaged", "programs"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def cpu_dtype(cpuinfo: str = "/proc/cpuinfo") -> str:

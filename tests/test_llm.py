@@ -682,6 +682,20 @@ def test_wrong_arguments_are_told_before_anything_is_read(arguments, match):
         LLM(**arguments)
 
 
+def test_compiled_programs_are_kept_where_the_user_says_or_in_the_users_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+    try:
+        for chosen, kept in (("/chosen", "/chosen"), (None, str(tmp_path / "jpaged" / "programs"))):
+            jax.config.update("jax_compilation_cache_dir", chosen)
+            with pytest.raises(ValueError, match="either model, or both"):
+                LLM()
+            assert jax.config.jax_compilation_cache_dir == kept
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before[0])
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", before[1])
+
+
 def test_a_context_longer_than_the_model_has_is_refused(params):
     config = tiny_config(max_position_embeddings=64)
     with pytest.raises(ValueError, match="max_model_len=65 must be at most 64"):
