@@ -7,8 +7,9 @@ and the interpreter can check this form. The 16 slots of a block keep a softmax 
 at the end: no maximum or sum crosses lanes between tiles, scores aside. Contexts are cut into
 ranges as in `pallas.decode`, and the ranges are merged by XLA.
 
-Seen on jax 0.10.2: right in jax's GPU interpreter; compiles for sm_90a to at most 240 registers
-without spills. Never run on a GPU. On jax 0.12 the lowering finds no layouts for it.
+Seen on jax 0.10.2: right in jax's GPU interpreter, which finds no races; compiles for sm_90a without
+spills, to 224 registers at head_dim 128 and groups of 4. Never run on a GPU. On jax 0.12 the lowering
+finds no layouts for it.
 """
 
 from __future__ import annotations
@@ -91,12 +92,16 @@ def _column_layout(fixed: Attention) -> Any:
     )
 
 
-def _ranges(fixed: Attention, tuning: Tuning, length: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
-    """First block, blocks per range, end block of contexts of `length` tokens."""
+def context_ranges(fixed: Attention, tuning: Any, length: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
+    """First block, blocks per range, end block of contexts of `length` tokens.
+
+    Args:
+      tuning: its `tile_blocks`, `split_blocks` and `max_splits` count.
+    """
     first: Any = 0
     if fixed.window is not None:
-        first = lax.div(jnp.maximum(length - fixed.window, 0), BLOCK_SIZE)
-    end = lax.div(length + (BLOCK_SIZE - 1), BLOCK_SIZE)
+        first = lax.div(jnp.maximum(length - fixed.window, 0), fixed.block_size)
+    end = lax.div(length + (fixed.block_size - 1), fixed.block_size)
     step = tuning.tile_blocks * tuning.max_splits
     each = lax.div(end - first + (step - 1), step) * tuning.tile_blocks
     return first, jnp.maximum(each, tuning.split_blocks), end
@@ -130,7 +135,7 @@ def _kernel(
     tile_blocks, group = tuning.tile_blocks, fixed.group
     shape = (BLOCK_SIZE, fixed.head_dim)
     length = length_ref[sequence]
-    first, each, end = _ranges(fixed, tuning, length)
+    first, each, end = context_ranges(fixed, tuning, length)
     begin = first + split * each
     end = jnp.minimum(begin + each, end)
     layout, columns = _tile_layout(fixed), _column_layout(fixed)
@@ -324,8 +329,22 @@ def paged_decode_mosaic(
         kernel_name="paged_decode_mosaic",
         interpret=_interpreter() if interpret else None,
     )((q.astype(jnp.float32) * head_dim**-0.5).astype(dtype), k_pool, v_pool, tables, context_lens)
-    first, each, end = _ranges(fixed, tuning, context_lens)
-    used = jnp.arange(splits)[None] < lax.div(end - first + each - 1, each)[:, None]  # [S, X]
+    first, each, end = context_ranges(fixed, tuning, context_lens)
+    return merge_ranges(out, lse, lax.div(end - first + each - 1, each))
+
+
+def merge_ranges(out: jax.Array, lse: jax.Array, counts: jax.Array) -> jax.Array:
+    """Attention of whole contexts from that of their ranges.
+
+    Args:
+      out: float32 [S, H, X, D], of each range.
+      lse: float32 [S, H, X], base-2 logarithms of the sums of exponentials.
+      counts: int32 [S], ranges of each context; what others hold, NaN included, changes nothing.
+
+    Returns:
+      [S, H, D]; zeros where there is no range.
+    """
+    used = jnp.arange(lse.shape[2])[None] < counts[:, None]  # [S, X]
     lse = jnp.where(used[:, None], lse, NEVER)
     weights = jnp.exp2(lse - jnp.max(lse, axis=2, keepdims=True))
     weights /= jnp.sum(weights, axis=2, keepdims=True)
