@@ -340,7 +340,7 @@ _ROPE_FLOATS = (
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", *DTYPES),
-    "attention_backend": ("auto", "xla", "pallas", "pallas_interpret"),
+    "attention_backend": ("auto", "xla", "pallas", "pallas_interpret", "mosaic", "jax_triton"),
     "prefix_cache": ("radix", "hash", "off"),
     "eviction_policy": ("lru", "lfu", "fifo"),
     "schedule_policy": ("fcfs", "lpm", "dfs"),
@@ -362,8 +362,8 @@ class EngineConfig:
         default is the smaller of 2 GiB and what `max_num_seqs` sequences of `max_model_len` need.
       gpu_memory_utilization: share of the GPU's memory that weights, temporaries and pool may use.
       attention_backend: `xla` runs anywhere; `pallas` are the GPU kernels; `pallas_interpret` runs those
-        kernels in an interpreter, slowly; `auto` takes the kernels where they can run. What is chosen
-        by name never falls back.
+        kernels in an interpreter, slowly; `mosaic` (Hopper) and `jax_triton` have other kernels for decode;
+        `auto` takes `pallas` where it can run, else `xla`. What is chosen by name never falls back.
       prefix_cache: `radix` finds the longest cached prefix to the token, `hash` to the block, `off`
         computes every prompt.
       eviction_policy: which unused cached blocks go first: `lru`, `lfu` or `fifo`.
@@ -383,7 +383,7 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
-    attention_backend: Literal["auto", "xla", "pallas", "pallas_interpret"] = "auto"
+    attention_backend: Literal["auto", "xla", "pallas", "pallas_interpret", "mosaic", "jax_triton"] = "auto"
     prefix_cache: Literal["radix", "hash", "off"] = "radix"
     eviction_policy: Literal["lru", "lfu", "fifo"] = "lru"
     schedule_policy: Literal["fcfs", "lpm", "dfs"] = "fcfs"

@@ -491,7 +491,7 @@ def _use_compilation_cache() -> None:
     What the user set stays: `JAX_COMPILATION_CACHE_DIR` names another folder,
     `JAX_ENABLE_COMPILATION_CACHE=false` turns it off.
     """
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         jax.config.update("jax_compilation_cache_dir", os.path.join(home, "jpaged", "programs"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

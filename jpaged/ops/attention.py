@@ -6,6 +6,7 @@ Every backend has the contract of `ops.attention_xla` and passes the same tests.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -31,8 +32,9 @@ class Backend:
     """How attention is computed: a static argument of the compiled steps.
 
     Attributes:
-      name: `xla`, `pallas` (kernels lowered through Triton) or `pallas_interpret` (the same kernels
-        run by Pallas' interpreter, slowly, on any device).
+      name: `xla`; `pallas`, kernels lowered through Triton; `pallas_interpret`, the same kernels run by
+        Pallas' interpreter, slowly, on any device; `mosaic` and `jax_triton`, those kernels with
+        another one for decode.
       capability: of the GPU, 10 * major + minor; 0 where there is none.
     """
 
@@ -40,19 +42,18 @@ class Backend:
     capability: int = 0
 
     @property
-    def is_pallas(self) -> bool:
-        return self.name.startswith("pallas")
+    def uses_kernels(self) -> bool:
+        return self.name != "xla"
 
     @property
-    def options(self) -> dict[str, Any]:
-        """What the Pallas attention kernels want to know."""
-        return dict(capability=self.capability, interpret=self.name == "pallas_interpret")
+    def interpret(self) -> bool:
+        return self.name == "pallas_interpret"
 
 
 def resolve_backend(choice: str, config: ModelConfig, *, block_size: int, dtype: str) -> Backend:
     """The backend for the default device.
 
-    `auto` takes the kernels where they can run, XLA elsewhere; what is chosen by name must run.
+    `auto` takes the Pallas kernels where they can run, XLA elsewhere; what is chosen by name must run.
 
     Args:
       dtype: of the KV cache.
@@ -63,16 +64,21 @@ def resolve_backend(choice: str, config: ModelConfig, *, block_size: int, dtype:
     """
     device = jax.devices()[0]
     capability = capability_of(device)
-    lacking = _lacking_device(device, capability)
-    shapes = unsupported(head_dim=config.head_dim, block_size=block_size, dtype=dtype)
+
+    def refusal(name: str) -> Exception | None:
+        lacking = _lacking(name, device, capability)
+        if lacking:
+            return NotImplementedError(f"attention_backend={name!r} cannot run here: {lacking}")
+        problem = _unsupported(name, config, block_size, dtype)
+        return ValueError(f"attention_backend={name!r} cannot run this model: {problem}") if problem else None
+
     if choice == "auto":
-        if device.platform == "gpu" and (lacking or shapes):
-            logger.warning("attention_backend is xla: %s", lacking or shapes)
-        choice = "xla" if lacking or shapes else "pallas"
-    elif choice == "pallas" and lacking:
-        raise NotImplementedError(f"attention_backend='pallas' cannot run here: {lacking}")
-    elif choice != "xla" and shapes:
-        raise ValueError(f"attention_backend={choice!r} cannot run this model: {shapes}")
+        reason = refusal("pallas")
+        if reason and device.platform == "gpu":
+            logger.warning("attention is computed by XLA: %s", reason)
+        choice = "xla" if reason else "pallas"
+    elif error := refusal(choice):
+        raise error
     return Backend(choice, capability)
 
 
@@ -84,13 +90,36 @@ def capability_of(device: jax.Device) -> int:
     return 10 * int(major) + int(minor)
 
 
-def _lacking_device(device: jax.Device, capability: int) -> str | None:
+def _lacking(name: str, device: jax.Device, capability: int) -> str | None:
+    """What the machine lacks for a backend, or `None`."""
+    if name in ("xla", "pallas_interpret"):
+        return None
     if device.platform != "gpu":
         return f"the default device is a {device.platform}, not a GPU"
     if capability < MIN_CAPABILITY:
         return (
             f"the {device.device_kind}'s compute capability {capability / 10} is below {MIN_CAPABILITY / 10}"
         )
+    if name == "mosaic" and capability != 90:
+        return f"the {device.device_kind}'s compute capability {capability / 10} is not 9.0 (Hopper)"
+    if name == "mosaic" and jax.__version_info__ >= (0, 12):
+        return f"jax {jax.__version__} finds no layouts for the kernel; 0.10.2 does"
+    if name == "jax_triton" and importlib.util.find_spec("jax_triton") is None:
+        return "jax_triton is not installed: pip install 'jpaged[cuda12]'"
+    return None
+
+
+def _unsupported(name: str, config: ModelConfig, block_size: int, dtype: str) -> str | None:
+    """What of a model a backend cannot run, or `None`."""
+    if name == "xla":
+        return None
+    shapes: dict[str, Any] = dict(head_dim=config.head_dim, block_size=block_size, dtype=dtype)
+    if problem := unsupported(**shapes):
+        return problem
+    if name == "mosaic":
+        from jpaged.pallas import decode_mosaic
+
+        return decode_mosaic.unsupported(**shapes, group=config.group_size)
     return None
 
 
@@ -104,8 +133,8 @@ def write_kv(
     dtype: str,
 ) -> tuple[jax.Array, jax.Array]:
     """Stores new tokens' K and V: see `kv_cache.write_kv`."""
-    if backend.is_pallas and k_pool.dtype == dtype:
-        return pallas_write.write_kv(k_pool, v_pool, k, v, slots, interpret=backend.options["interpret"])
+    if backend.uses_kernels and k_pool.dtype == dtype:
+        return pallas_write.write_kv(k_pool, v_pool, k, v, slots, interpret=backend.interpret)
     return kv_cache.write_kv(k_pool, v_pool, k, v, slots, dtype)
 
 
@@ -123,11 +152,19 @@ def paged_decode(
 ) -> jax.Array:
     """Attention of the last token of each context, float32 [S, H, D]: see `attention_xla.paged_decode`."""
     options: dict[str, Any] = dict(dtype=dtype, window=window, soft_cap=soft_cap)
-    if backend.is_pallas:
-        k_pool, v_pool = from_storage(k_pool, dtype), from_storage(v_pool, dtype)
-        options |= backend.options
-        return pallas_decode.paged_decode(q, k_pool, v_pool, tables, context_lens, **options)
-    return attention_xla.paged_decode(q, k_pool, v_pool, tables, context_lens, **options)
+    if not backend.uses_kernels:
+        return attention_xla.paged_decode(q, k_pool, v_pool, tables, context_lens, **options)
+    arguments = (q, from_storage(k_pool, dtype), from_storage(v_pool, dtype), tables, context_lens)
+    if backend.name == "mosaic":
+        from jpaged.pallas import decode_mosaic
+
+        return decode_mosaic.paged_decode_mosaic(*arguments, **options)
+    options["capability"] = backend.capability
+    if backend.name == "jax_triton":
+        from jpaged.pallas import decode_jax_triton
+
+        return decode_jax_triton.paged_decode_jax_triton(*arguments, **options)
+    return pallas_decode.paged_decode(*arguments, **options, interpret=backend.interpret)
 
 
 def paged_prefill(
@@ -145,7 +182,7 @@ def paged_prefill(
       `attend(q [T, H, D], k_pool, v_pool, *, dtype, window=None, soft_cap=None) -> float32 [T, H, D]`.
       Rows of padding tokens hold finite values of no meaning.
     """
-    tiles = None if backend.is_pallas else attention_xla.query_tiles(query_start, context_lens, num_tokens)
+    tiles = None if backend.uses_kernels else attention_xla.query_tiles(query_start, context_lens, num_tokens)
 
     def attend(
         q: jax.Array,
@@ -160,7 +197,7 @@ def paged_prefill(
         if tiles is not None:
             return attention_xla.paged_prefill(q, k_pool, v_pool, tables, tiles, **options)
         k_pool, v_pool = from_storage(k_pool, dtype), from_storage(v_pool, dtype)
-        options |= backend.options
+        options |= dict(capability=backend.capability, interpret=backend.interpret)
         return pallas_prefill.paged_prefill(q, k_pool, v_pool, tables, query_start, context_lens, **options)
 
     return attend

@@ -83,6 +83,15 @@ def test_auto_takes_the_kernels_where_they_can_run(monkeypatch, device, options,
     [
         ("pallas", FakeDevice("cpu"), {}, NotImplementedError, "'pallas' cannot run here.*cpu, not a GPU"),
         ("pallas", FakeDevice("gpu", "7.5"), {}, NotImplementedError, "capability 7.5 is below 8.0"),
+        ("mosaic", FakeDevice("cpu"), {}, NotImplementedError, "'mosaic' cannot run here.*cpu, not a GPU"),
+        ("mosaic", FakeDevice("gpu", "8.9"), {}, NotImplementedError, "8.9 is not 9.0"),
+        (
+            "jax_triton",
+            FakeDevice("gpu"),
+            {},
+            NotImplementedError,
+            "jax_triton is not installed: pip install",
+        ),
         ("pallas", FakeDevice("gpu"), dict(block_size=8), ValueError, "block_size=8 must be 16"),
         ("pallas_interpret", FakeDevice("cpu"), dict(block_size=128), ValueError, "block_size=128"),
         (
