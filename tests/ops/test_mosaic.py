@@ -17,6 +17,8 @@ SMALL = Tuning(tile_blocks=2, tiles=2, split_blocks=6, max_splits=3)
 
 def check(lens: list[int], tuning: Tuning, **options) -> None:
     case = make_case([(n, min(n, 1)) for n in lens], kv_heads=1, **options)
+    for table, length in zip(case.tables, lens, strict=True):
+        table[-(-length // 16) :] = 10**6  # no block of the pool: to copy it would raise
     case.k_pool, case.v_pool = (jnp.asarray(pool) for pool in (case.k_pool, case.v_pool))
     out = case.run_decode(functools.partial(paged_decode_mosaic, tuning=tuning, interpret=True))
     case.check([row[None][: min(n, 1)] for row, n in zip(out, lens, strict=True)])
