@@ -226,6 +226,7 @@ def _kernel(
                 fetch(number - 1 + tuning.tiles)
 
             state = step(number * tile_blocks, tile_blocks, state, masked=fixed.window is not None)
+            plgpu.commit_smem()  # what was read here is read before a bulk copy overwrites it
             plgpu.barrier_arrive(done.at[lax.rem(number, tuning.tiles)])
             return state
 
