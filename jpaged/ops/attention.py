@@ -102,8 +102,6 @@ def _lacking(name: str, device: jax.Device, capability: int) -> str | None:
         )
     if name == "mosaic" and capability != 90:
         return f"the {device.device_kind}'s compute capability {capability / 10} is not 9.0 (Hopper)"
-    if name == "mosaic" and jax.__version_info__ >= (0, 12):
-        return f"jax {jax.__version__} finds no layouts for the kernel; 0.10.2 does"
     if name == "jax_triton" and importlib.util.find_spec("jax_triton") is None:
         return "jax_triton is not installed: pip install 'jpaged[cuda12]'"
     return None

@@ -7,6 +7,7 @@ parts that are (80 = 64 + 16), because that is what a Triton tile can hold.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -269,3 +270,36 @@ def store_rows(ref, rows: jax.Array, offset: int, values: jax.Array, mask: jax.A
     triton.store(
         ref.at[rows[:, None], columns[None, :]], values, mask=jnp.broadcast_to(mask[:, None], values.shape)
     )
+
+
+def context_ranges(fixed: Attention, tuning: Any, length: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
+    """First block, blocks per range, end block of contexts of `length` tokens.
+
+    Args:
+      tuning: its `tile_blocks`, `split_blocks` and `max_splits` count.
+    """
+    first: Any = 0
+    if fixed.window is not None:
+        first = lax.div(jnp.maximum(length - fixed.window, 0), fixed.block_size)
+    end = lax.div(length + (fixed.block_size - 1), fixed.block_size)
+    step = tuning.tile_blocks * tuning.max_splits
+    each = lax.div(end - first + (step - 1), step) * tuning.tile_blocks
+    return first, jnp.maximum(each, tuning.split_blocks), end
+
+
+def merge_ranges(out: jax.Array, lse: jax.Array, counts: jax.Array) -> jax.Array:
+    """Attention of whole contexts from that of their ranges.
+
+    Args:
+      out: float32 [S, H, X, D], of each range.
+      lse: float32 [S, H, X], base-2 logarithms of the sums of exponentials.
+      counts: int32 [S], ranges of each context; what others hold, NaN included, changes nothing.
+
+    Returns:
+      [S, H, D]; zeros where there is no range.
+    """
+    used = jnp.arange(lse.shape[2])[None] < counts[:, None]  # [S, X]
+    lse = jnp.where(used[:, None], lse, NEVER)
+    weights = jnp.exp2(lse - jnp.max(lse, axis=2, keepdims=True))
+    weights /= jnp.sum(weights, axis=2, keepdims=True)
+    return jnp.sum(jnp.where(used[:, None, :, None], out, 0) * weights[..., None], axis=2)

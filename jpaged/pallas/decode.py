@@ -20,6 +20,7 @@ from jpaged.pallas.common import (
     MIN_ROWS,
     Attention,
     check_attention,
+    context_ranges,
     empty_state,
     load_queries,
     pool_specs,
@@ -65,23 +66,13 @@ def default_tuning(fixed: Attention) -> Tuning:
     )
 
 
-def _ranges(fixed: Attention, tuning: Tuning, length: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """First block, blocks per split, end block of a context of `length` tokens."""
-    first = jnp.int32(0)
-    if fixed.window is not None:
-        first = jnp.maximum(length - fixed.window, 0) // fixed.block_size
-    end = pl.cdiv(length, fixed.block_size)
-    each = pl.cdiv(pl.cdiv(end - first, tuning.max_splits), tuning.tile_blocks) * tuning.tile_blocks
-    return first, jnp.maximum(each, tuning.split_blocks), end
-
-
 def _split_kernel(*refs, fixed: Attention, tuning: Tuning, rows: int):
     q_ref, *pool_refs, table_ref, length_ref, acc_ref, top_ref, total_ref = refs
     sequence, head, split = (pl.program_id(axis) for axis in range(3))
     kv_heads = pl.num_programs(1)
     block_size, group = fixed.block_size, fixed.group
     length = length_ref[0]
-    first, each, end = _ranges(fixed, tuning, length)
+    first, each, end = context_ranges(fixed, tuning, length)
     begin = first + split * each
     end = jnp.minimum(begin + each, end)
 
@@ -123,7 +114,7 @@ def _merge_kernel(
 ):
     sequence, head = pl.program_id(0), pl.program_id(1)
     program = sequence * pl.num_programs(1) + head
-    first, each, end = _ranges(fixed, tuning, length_ref[0])
+    first, each, end = context_ranges(fixed, tuning, length_ref[0])
     row = jnp.arange(rows, dtype=jnp.int32)
 
     def step(split, state):
@@ -195,7 +186,7 @@ def paged_decode(
     kv_heads = num_heads // fixed.group
     tuning = tuning or default_tuning(fixed)
     width = tables.shape[1]
-    most = pl.cdiv(pl.cdiv(width, tuning.tile_blocks) * tuning.tile_blocks, tuning.split_blocks)
+    most = pl.cdiv(width, tuning.split_blocks)
     tuning = dataclasses.replace(tuning, max_splits=max(1, min(tuning.max_splits, most)))
     rows = max(MIN_ROWS, 1 << (fixed.group - 1).bit_length())
     # One tile of rows more than there are: where the last program's rows past its group would lie.

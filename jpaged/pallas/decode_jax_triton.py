@@ -19,9 +19,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jpaged.pallas.common import LOG2_E, MIN_ROWS, NEVER, Attention, check_attention
+from jpaged.pallas.common import (
+    LOG2_E,
+    MIN_ROWS,
+    NEVER,
+    Attention,
+    check_attention,
+    context_ranges,
+    merge_ranges,
+)
 from jpaged.pallas.decode import Tuning, default_tuning
-from jpaged.pallas.decode_mosaic import context_ranges, merge_ranges
 
 INSTALL = "pip install 'jpaged[cuda12]', with jax 0.10.2, jax-triton 0.3.1 and triton 3.6"
 

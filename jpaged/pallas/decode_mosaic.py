@@ -23,7 +23,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jpaged.pallas.common import LOG2_E, NEVER, Attention, check_attention
+from jpaged.pallas.common import LOG2_E, NEVER, Attention, check_attention, context_ranges, merge_ranges
 
 HEAD_DIMS = (64, 128)
 DTYPES = ("bfloat16", "float32")
@@ -89,21 +89,6 @@ def _column_layout(fixed: Attention) -> Any:
         lane_dims=(-2,),
         vector_dim=-1,
     )
-
-
-def context_ranges(fixed: Attention, tuning: Any, length: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
-    """First block, blocks per range, end block of contexts of `length` tokens.
-
-    Args:
-      tuning: its `tile_blocks`, `split_blocks` and `max_splits` count.
-    """
-    first: Any = 0
-    if fixed.window is not None:
-        first = lax.div(jnp.maximum(length - fixed.window, 0), fixed.block_size)
-    end = lax.div(length + (fixed.block_size - 1), fixed.block_size)
-    step = tuning.tile_blocks * tuning.max_splits
-    each = lax.div(end - first + (step - 1), step) * tuning.tile_blocks
-    return first, jnp.maximum(each, tuning.split_blocks), end
 
 
 def _kernel(
@@ -338,24 +323,6 @@ def paged_decode_mosaic(
     )((q.astype(jnp.float32) * head_dim**-0.5).astype(dtype), k_pool, v_pool, tables, context_lens)
     first, each, end = context_ranges(fixed, tuning, context_lens)
     return merge_ranges(out, lse, lax.div(end - first + each - 1, each))
-
-
-def merge_ranges(out: jax.Array, lse: jax.Array, counts: jax.Array) -> jax.Array:
-    """Attention of whole contexts from that of their ranges.
-
-    Args:
-      out: float32 [S, H, X, D], of each range.
-      lse: float32 [S, H, X], base-2 logarithms of the sums of exponentials.
-      counts: int32 [S], ranges of each context; what others hold, NaN included, changes nothing.
-
-    Returns:
-      [S, H, D]; zeros where there is no range.
-    """
-    used = jnp.arange(lse.shape[2])[None] < counts[:, None]  # [S, X]
-    lse = jnp.where(used[:, None], lse, NEVER)
-    weights = jnp.exp2(lse - jnp.max(lse, axis=2, keepdims=True))
-    weights /= jnp.sum(weights, axis=2, keepdims=True)
-    return jnp.sum(jnp.where(used[:, None, :, None], out, 0) * weights[..., None], axis=2)
 
 
 def unsupported(*, head_dim: int, block_size: int, dtype: str, group: int) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 
 import jax
 import numpy as np
@@ -105,6 +106,7 @@ def test_auto_takes_the_kernels_where_they_can_run(monkeypatch, device, options,
     ids=str,
 )
 def test_a_backend_chosen_by_name_never_falls_back(monkeypatch, choice, device, options, error, match):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(error, match=match):
         resolve(monkeypatch, choice, device, **options)
 
