@@ -102,8 +102,8 @@ def counted_bytes(context: int, width: int, window: int | None) -> int:
 # -- measuring ------------------------------------------------------------------------------------
 
 
-def measure() -> dict:
-    """Times of every implementation that runs here, on every shape."""
+def measure(save: Callable[[dict], None] = lambda result: None) -> dict:
+    """Times of every implementation that runs here, on every shape; `save` gets what there is so far."""
     device = jax.devices()[0]
     on_gpu = device.platform == "gpu"
     if not on_gpu:
@@ -113,7 +113,8 @@ def measure() -> dict:
     print(f"{device.device_kind}, {dtype}; copy {copy / 1e9:.0f} GB/s (read and write)")
     header = ("kernel", "shape", "implementation", "MB", "us", "GB/s", "of copy")
     print("{:8s} {:24s} {:18s} {:>8s} {:>9s} {:>7s} {:>8s}".format(*header))
-    rows = []
+    rows: list[dict] = []
+    result = dict(device=device.device_kind, dtype=dtype, copy_gb_per_s=round(copy / 1e9, 1), kernels=rows)
     for name, shape in (SHAPES if on_gpu else SMALL).items():
         for kernel, problem in (("decode", decode_problem), ("prefill", prefill_problem)):
             needed, implementations = problem(*shape, dtype=dtype, on_gpu=on_gpu)
@@ -134,7 +135,8 @@ def measure() -> dict:
                     flush=True,
                 )
                 rows.append(row)
-    return dict(device=device.device_kind, dtype=dtype, copy_gb_per_s=round(copy / 1e9, 1), kernels=rows)
+                save(result)
+    return result
 
 
 def best_time(call: Callable[[], jax.Array]) -> float:
@@ -219,18 +221,19 @@ def jax_paged_attention(q, k_pool, v_pool, tables, lens) -> Callable[[], jax.Arr
 
 
 def cudnn_paged_attention(q, k_pool, v_pool, tables, lens) -> Callable[[], jax.Array]:
-    """cuDNN's: pools [N, P, K, D], tables [S, 1, M, 1], one query token per sequence."""
+    """cuDNN's: pools as ours without the null block, tables [S, 1, M, 1], one query token per sequence."""
 
-    def call() -> jax.Array:
+    def run(q, k_pages, v_pages, tables, lens) -> jax.Array:
         from jax._src.cudnn.fused_attention_stablehlo import paged_attention
 
-        pages = [jnp.swapaxes(pool, 1, 2) for pool in (k_pool, v_pool)]
-        table = tables[:, None, :, None]
-        ones = jnp.ones_like(lens)
-        return paged_attention(q[:, None], *pages, ones, lens, table, table, scale=q.shape[-1] ** -0.5)
+        ones, scale = jnp.ones_like(lens), q.shape[-1] ** -0.5
+        return paged_attention(
+            q, k_pages, v_pages, ones, lens, tables, tables, scale=scale, qkv_layout="BNTH"
+        )
 
-    run = jax.jit(call)
-    return lambda: run()
+    compiled = jax.jit(run)
+    arguments = (q[:, :, None], k_pool[1:], v_pool[1:], (tables - 1)[:, None, :, None], lens)
+    return lambda: compiled(*arguments)
 
 
 if __name__ == "__main__":

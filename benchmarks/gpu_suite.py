@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,13 +25,14 @@ NO_COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer="
 
 # name: (seconds at most, XLA flags). What matters most comes first.
 SECTIONS = {
-    "conformance": (80, ""),
-    "throughput": (140, ""),
+    "conformance": (70, ""),
+    "throughput": (190, ""),
     "steps": (80, ""),
-    "attention": (80, ""),
-    "steps_no_command_buffers": (50, NO_COMMAND_BUFFERS),
-    "steps_llama": (50, ""),
+    "attention": (70, ""),
+    "steps_no_command_buffers": (35, NO_COMMAND_BUFFERS),
+    "steps_llama": (35, ""),
 }
+Save = Callable[[dict], None]  # takes what a section has found so far
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     if args.section:
-        args.out.write_text(json.dumps(RUN[args.section]()))
+        args.out.write_text(json.dumps(RUN[args.section](lambda found: replace(args.out, found))))
         return 0
     chosen = args.only.split(",")
     if unknown := set(chosen) - set(SECTIONS):
@@ -61,26 +63,35 @@ def main(argv: list[str] | None = None) -> int:
     return int(any("error" in section or section.get("failed") for section in report["sections"].values()))
 
 
+def replace(path: Path, found: dict) -> None:
+    """Writes a JSON whole, or not at all if the process is killed."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(found))
+    new.replace(path)
+
+
 def run_section(name: str) -> dict:
-    """Runs one section in a process of its own: what it wrote, or why it wrote nothing."""
+    """Runs one section in a process of its own: what it found, and why that is not all."""
     limit, flags = SECTIONS[name]
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "section.json"
+        out, said = Path(folder) / "section.json", Path(folder) / "stderr"
         environment = os.environ | {
             "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
             "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         }
         command = [sys.executable, __file__, "--section", name, "--out", str(out)]
-        try:
-            subprocess.run(
-                command, env=environment, timeout=limit, check=True, stderr=subprocess.PIPE, text=True
-            )
-        except subprocess.TimeoutExpired:
-            return {"error": f"not done within {limit} s"}
-        except subprocess.CalledProcessError as error:
-            return {"error": f"exit code {error.returncode}: {error.stderr[-1500:]}"}
-        return json.loads(out.read_text())
+        error = {}
+        with said.open("w") as stderr:
+            try:
+                subprocess.run(command, env=environment, timeout=limit, check=True, stderr=stderr)
+            except subprocess.TimeoutExpired:
+                error = {"error": f"not done within {limit} s"}
+            except subprocess.CalledProcessError as failure:
+                error = {"error": f"exit code {failure.returncode}"}
+        if error:
+            error["stderr"] = said.read_text()[-1500:]
+        return (json.loads(out.read_text()) if out.exists() else {}) | error
 
 
 def on_gpu() -> bool:
@@ -102,7 +113,7 @@ def kernels():
 # -- sections -------------------------------------------------------------------------------------
 
 
-def conformance() -> dict:
+def conformance(save: Save) -> dict:
     """The kernels against dense attention in float64, on the device; twice, to see that bits repeat."""
     import jax
     import numpy as np
@@ -159,6 +170,7 @@ def conformance() -> dict:
             except Exception as failure:
                 result |= dict(ok=False, why=f"{type(failure).__name__}: {failure}"[:600])
             results.append(result)
+            save(dict(cases=results, failed=sum(not result["ok"] for result in results)))
     failed = sum(not result["ok"] for result in results)
     device = jax.devices()[0].device_kind
     return dict(device=device, jax=jax.__version__, backend=backend.name, failed=failed, cases=results)
@@ -180,24 +192,44 @@ def random_model(preset: str):
     return config, init_params(config, jax.random.key(0), "bfloat16" if on_gpu() else "float32")
 
 
-def throughput() -> dict:
-    """256 requests, prompts and outputs of 100 to 1,024 tokens, on Qwen2.5-7B's shapes."""
+def throughput(save: Save) -> dict:
+    """256 requests, prompts and outputs of 100 to 1,024 tokens, on Qwen2.5-7B's shapes.
+
+    The first pass compiles the shapes that the work needs; the second is the one to quote.
+    """
     import jax
     from workloads import random_requests
 
-    from jpaged import Engine, SamplingParams
-    from jpaged.engine.metrics import compilations
-    from jpaged.ops.sampling import Variant
+    from jpaged import Engine
 
     config, params = random_model("qwen2.5-7b")
     count, lengths = (256, (100, 1024)) if on_gpu() else (4, (10, 20))
     sizes = dict(max_num_seqs=256, max_num_batched_tokens=4096) if on_gpu() else dict(max_num_seqs=4)
-    engine = Engine(config, params, max_model_len=2048 if on_gpu() else 64, **sizes)
-    started = time.perf_counter()
-    engine.warmup((Variant.GREEDY,))
-    warmup_s = time.perf_counter() - started
+    blocks = (256 if on_gpu() else 4) * 2048 // 16
+    engine = Engine(
+        config,
+        params,
+        max_model_len=2048 if on_gpu() else 64,
+        num_kv_blocks=blocks,
+        prefix_cache="off",
+        **sizes,
+    )
     requests = random_requests(count, lengths, lengths, seed=0, vocab_size=config.vocab_size)
-    compiled = compilations.count
+    result: dict = dict(device=jax.devices()[0].device_kind, requests=count)
+    for name in ("first_pass", "second_pass"):
+        result[name] = one_pass(engine, requests)
+        result["memory_peak_bytes"] = memory_peak()
+        save(result)
+    return result
+
+
+def one_pass(engine, requests) -> dict:
+    """Tokens per second, from ids that were produced, and what compiled meanwhile."""
+    from jpaged import SamplingParams
+    from jpaged.engine.metrics import compilations
+
+    engine.reset_stats()
+    compiled, compile_s = compilations.count, compilations.seconds
     started = time.perf_counter()
     for request in requests:
         sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=request.output_len)
@@ -215,9 +247,7 @@ def throughput() -> dict:
         output_tokens_per_s=round(produced / elapsed, 1),
         total_tokens_per_s=round((produced + prompt) / elapsed, 1),
         compiles_timed=compilations.count - compiled,
-        warmup_s=round(warmup_s, 1),
-        memory_peak_bytes=memory_peak(),
-        device=jax.devices()[0].device_kind,
+        compile_s=round(compilations.seconds - compile_s, 1),
         stats={key: value for key, value in stats.items() if not isinstance(value, list | dict)},
     )
 
@@ -228,10 +258,13 @@ def memory_peak() -> int | None:
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
-def steps(preset: str = "qwen2.5-7b") -> dict:
-    """Whole decode and prefill steps: milliseconds, and the share of the floor (weights and KV, once)."""
+def steps(save: Save, preset: str = "qwen2.5-7b", compare: bool = True) -> dict:
+    """Whole decode and prefill steps: milliseconds, and those of the floor (weights and KV, once).
+
+    Args:
+      compare: with XLA's attention, too.
+    """
     import jax
-    import jax.numpy as jnp
     import numpy as np
     from attention import copy_bandwidth
 
@@ -264,7 +297,7 @@ def steps(preset: str = "qwen2.5-7b") -> dict:
             buckets, max_num_seqs=num_seqs, table_width=width, block_size=16, vocab_size=config.vocab_size
         )
 
-    for backend in (kernels(), Backend("xla")):
+    for backend in (kernels(), Backend("xla"))[: 1 + compare]:
         cache = init_kv_cache(config, num_seqs * blocks + 1, 16, dtype, platform)
         state = init_row_state(num_seqs, config.vocab_size)
         tables = np.zeros((num_seqs, width), np.int32)
@@ -283,6 +316,7 @@ def steps(preset: str = "qwen2.5-7b") -> dict:
         )
         floor_ms = (weights + kv) / bandwidth * 1e3
         result[f"decode_{backend.name}"] = dict(ms=milliseconds, floor_ms=round(floor_ms, 3))
+        save(result)
         ragged = packer(Buckets((), ((num_tokens, num_seqs),))).padding_batch()
         chunk = min(num_tokens, context)
         start = np.minimum(np.arange(num_seqs + 1) * chunk, num_tokens).astype(np.int32)
@@ -301,12 +335,14 @@ def steps(preset: str = "qwen2.5-7b") -> dict:
         milliseconds, cache, state = time_step(
             prefill_step, params, cache, state, jax.device_put(ragged), options
         )
-        flops = 2 * weights / jnp.dtype(dtype).itemsize * num_tokens
+        layers = sum(x.size for x in jax.tree.leaves(params.layers))
+        flops = 2 * (layers * num_tokens + params.embed.size * len(ragged.rows))
         result[f"prefill_{backend.name}"] = dict(
             ms=milliseconds,
             tokens_per_s=round(num_tokens / milliseconds * 1e3, 1),
             tflops=round(flops / milliseconds / 1e9, 1),
         )
+        save(result)
         del cache, state
     result["memory_peak_bytes"] = memory_peak()
     return result
@@ -328,11 +364,11 @@ def time_step(step, params, cache, state, batch, options) -> tuple[float, object
     return round(best * 1e3, 3), cache, state
 
 
-def attention_table() -> dict:
+def attention_table(save: Save) -> dict:
     """Bandwidth of the attention kernels: `benchmarks/attention.py`."""
     import attention
 
-    return attention.measure()
+    return attention.measure(save)
 
 
 RUN = {
@@ -340,8 +376,8 @@ RUN = {
     "throughput": throughput,
     "steps": steps,
     "attention": attention_table,
-    "steps_no_command_buffers": steps,
-    "steps_llama": lambda: steps("llama3-8b"),
+    "steps_no_command_buffers": lambda save: steps(save, compare=False),
+    "steps_llama": lambda save: steps(save, "llama3-8b", compare=False),
 }
 
 

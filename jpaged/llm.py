@@ -488,12 +488,15 @@ def _load(model: str | os.PathLike[str], dtype: str, tokenizer: Any) -> tuple[Mo
 def _use_compilation_cache() -> None:
     """Keeps compiled programs on disk, so that the next start need not compile them again.
 
-    What the user set stays: `JAX_COMPILATION_CACHE_DIR` names another folder,
-    `JAX_ENABLE_COMPILATION_CACHE=false` turns it off.
+    What the user set before stays: `JAX_COMPILATION_CACHE_DIR` names another folder,
+    `JAX_ENABLE_COMPILATION_CACHE=false` turns it off. jax opens its cache once in a process.
     """
-    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        jax.config.update("jax_compilation_cache_dir", os.path.join(home, "jpaged", "programs"))
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    chosen = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if chosen is not None or not os.path.isabs(home):
+        return
+    jax.config.update("jax_compilation_cache_dir", os.path.join(home, "jpaged", "programs"))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 

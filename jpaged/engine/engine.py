@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import operator
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -547,7 +548,9 @@ class Engine:
 def _sizes_on_device(config: ModelConfig, options: EngineConfig, params: Params, backend: Backend) -> Sizes:
     device = jax.devices()[0]
     dtype = str(params.embed.dtype)
-    sizes = resolve_sizes(config, options, dtype=dtype, platform=device.platform, pool_bytes=None)
+    # On a GPU sizes are those of a pool without a limit until its temporaries are known.
+    unlimited = None if device.platform == "cpu" else sys.maxsize
+    sizes = resolve_sizes(config, options, dtype=dtype, platform=device.platform, pool_bytes=unlimited)
     if device.platform == "cpu" or options.num_kv_blocks or options.kv_cache_memory_bytes:
         return sizes
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))

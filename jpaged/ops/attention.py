@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -83,11 +84,9 @@ def resolve_backend(choice: str, config: ModelConfig, *, block_size: int, dtype:
 
 
 def capability_of(device: jax.Device) -> int:
-    """Compute capability of a GPU, 10 * major + minor; 0 for any other device."""
-    if device.platform != "gpu":
-        return 0
-    major, minor = str(getattr(device, "compute_capability", "0.0")).split(".")
-    return 10 * int(major) + int(minor)
+    """Compute capability of an NVIDIA GPU, 10 * major + minor; 0 for any other device."""
+    numbers = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    return 10 * int(numbers[1]) + int(numbers[2]) if numbers and device.platform == "gpu" else 0
 
 
 def _lacking(name: str, device: jax.Device, capability: int) -> str | None:

@@ -67,6 +67,7 @@ def resolve(monkeypatch, choice, device, config: ModelConfig | None = None, **op
         (FakeDevice("gpu", "7.5"), {}, "xla"),
         (FakeDevice("gpu"), dict(block_size=8), "xla"),
         (FakeDevice("gpu"), dict(config=tiny_config(head_dim=48)), "xla"),
+        (FakeDevice("gpu", "gfx942"), {}, "xla"),  # as AMD's say it
         (FakeDevice("cpu"), {}, "xla"),
     ],
     ids=str,
