@@ -16,6 +16,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import types
@@ -227,7 +228,8 @@ def in_process(name: str, args: argparse.Namespace) -> tuple[Any, str | None]:
         except EOFError:
             process.join()
             said = (Path(dump) / "stderr").read_text().strip().splitlines() or ["it said nothing"]
-            return None, f"the compiler ended with exit code {process.exitcode}: {said[-1][:500]}"
+            telling = [line for line in said if re.search("error|fatal|failed", line, re.I)] or said[-1:]
+            return None, f"the compiler ended with exit code {process.exitcode}: {telling[0][:500]}"
 
 
 def work(name: str, dump: Path, args: argparse.Namespace, sender: Connection) -> None:
