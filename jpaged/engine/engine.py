@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from jpaged.batch import MAX_STOP_IDS
+from jpaged.batch import MAX_STOP_IDS, init_row_state
 from jpaged.config import EngineConfig, ModelConfig, check_int
 from jpaged.engine.outputs import RequestGroup, SequenceOutput, logprob_dict, new_metrics, tokenizer_decoder
 from jpaged.engine.runner import (
@@ -553,9 +553,10 @@ def _sizes_on_device(config: ModelConfig, options: EngineConfig, params: Params,
     sizes = resolve_sizes(config, options, dtype=dtype, platform=device.platform, pool_bytes=unlimited)
     if device.platform == "cpu" or options.num_kv_blocks or options.kv_cache_memory_bytes:
         return sizes
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    state = jax.eval_shape(lambda: init_row_state(sizes.max_num_seqs, config.vocab_size))
+    fixed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, state)))
     temporaries = temporary_bytes(config, sizes, dtype=dtype, platform=device.platform, backend=backend)
-    left = device_pool_bytes(device, options.gpu_memory_utilization, weights, temporaries)
+    left = device_pool_bytes(device, options.gpu_memory_utilization, fixed, temporaries)
     return resolve_sizes(config, options, dtype=dtype, platform=device.platform, pool_bytes=left)
 
 

@@ -326,7 +326,7 @@ def temporary_bytes(config: ModelConfig, sizes: Sizes, *, dtype: str, platform: 
         packer.padding_batch(),
         config=config,
         backend=backend,
-        variant=Variant.FULL,
+        variant=Variant.PROMPT,  # the one with the largest temporaries
         deterministic=False,
     ).compile()
     analysis = compiled.memory_analysis()

@@ -20,6 +20,8 @@ NEVER = -1e30  # initial maximum: finite, so that exp2(-inf - NEVER) is 0 and no
 MIN_ROWS = 16  # least rows of a tensor-core product
 MAX_POOL_ENTRIES = 2**31 - 1  # kernels compute offsets into a pool in 32 bits
 
+MIN_FP8_CAPABILITY = 89
+
 HEAD_DIMS = (64, 80, 96, 128, 256)
 OPERAND_DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")
@@ -35,7 +37,7 @@ class Attention:
       block_size: P.
       dtype: of the operands of products.
       quantized: pools hold 8-bit values, with a scale per token and head beside them.
-      fp8_bits: pools hold float8_e4m3fn as uint8, for GPUs that have no such type.
+      capability: of the GPU, 10 * major + minor.
       window, soft_cap: as in `ops.attention_xla.attend_tiles`.
     """
 
@@ -44,7 +46,7 @@ class Attention:
     block_size: int
     dtype: str
     quantized: bool
-    fp8_bits: bool
+    capability: int
     window: int | None
     soft_cap: float | None
 
@@ -110,8 +112,7 @@ def check_attention(
     if not quantized and k_pool.dtype != dtype:
         raise ValueError(f"{k_pool.dtype=} must be {dtype=} or one of {QUANTIZED_DTYPES}")
     pools = [k_pool, v_pool]
-    fp8_bits = str(k_pool.dtype) == "float8_e4m3fn" and capability < 89
-    if fp8_bits:
+    if str(k_pool.dtype) == "float8_e4m3fn" and capability < MIN_FP8_CAPABILITY:
         pools = [lax.bitcast_convert_type(pool, jnp.uint8) for pool in pools]
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         expected = (num_blocks, kv_heads, block_size) if quantized else None
@@ -125,7 +126,7 @@ def check_attention(
         block_size=block_size,
         dtype=dtype,
         quantized=quantized,
-        fp8_bits=fp8_bits,
+        capability=capability,
         window=window,
         soft_cap=soft_cap,
     )
@@ -245,7 +246,7 @@ def _product(fixed: Attention, a: jax.Array, b: jax.Array) -> jax.Array:
 def _load(fixed: Attention, ref, ids: jax.Array, part: tuple[int, int]) -> jax.Array:
     """[C, part] of the blocks `ids` from [N, P, D], as operands."""
     x = ref[ids, :, pl.ds(*part)].reshape(ids.shape[0] * fixed.block_size, part[1])
-    if fixed.fp8_bits:
+    if x.dtype == jnp.uint8:  # float8_e4m3fn, for GPUs that have no such type
         return _decode_fp8(x).astype(fixed.dtype)
     if x.dtype == jnp.float8_e4m3fn and fixed.dtype == "float16":
         return x.astype(jnp.float32).astype(fixed.dtype)

@@ -55,13 +55,19 @@ class Tuning:
 def default_tuning(fixed: Attention) -> Tuning:
     """The largest tiles whose accumulators stay in registers on every target."""
     wide = fixed.head_dim > 128
+    masked = fixed.window is not None or fixed.soft_cap is not None
+    warps = 8
     if fixed.dtype == "float32":
         rows, tokens, stages = (32, 16, 2) if wide else (64, 32, 2)
-    elif fixed.quantized or fixed.window is not None or fixed.soft_cap is not None:
-        rows, tokens, stages = (32, 32, 2) if wide else (64, 32, 3)
-    else:
-        rows, tokens, stages = (64, 32, 2) if wide else (128, 64, 3)
-    return Tuning(rows, max(1, tokens // fixed.block_size), num_warps=8, num_stages=stages)
+    elif wide and fixed.quantized:
+        rows, tokens, stages, warps = 16, 32, 2, 4
+    elif wide:
+        rows, tokens, stages = 32 if masked else 64, 32, 2
+    elif fixed.quantized or masked or fixed.capability < 90:
+        rows, tokens, stages = 64, 32, 3
+    else:  # products of a whole warpgroup, from Hopper on, need fewer registers
+        rows, tokens, stages = 128, 64, 3
+    return Tuning(rows, max(1, tokens // fixed.block_size), num_warps=warps, num_stages=stages)
 
 
 def query_tiles(
