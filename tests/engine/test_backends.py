@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import types
 
 import jax
 import numpy as np
 import pytest
 from conftest import tiny_config, tiny_params
 
-from jpaged.config import ModelConfig
-from jpaged.engine.engine import Engine
+from jpaged.batch import init_row_state
+from jpaged.config import EngineConfig, ModelConfig
+from jpaged.engine import engine as engine_module
+from jpaged.engine.engine import Engine, _sizes_on_device
+from jpaged.engine.runner import temporary_bytes
+from jpaged.engine.sizing import resolve_sizes
+from jpaged.kv_cache import bytes_per_block
 from jpaged.ops.attention import Backend, resolve_backend
 from jpaged.sampling_params import SamplingParams
 
@@ -116,3 +122,32 @@ def test_an_engine_refuses_kernels_without_a_gpu(model):
         pytest.skip("there is a GPU")
     with pytest.raises(NotImplementedError, match="attention_backend='pallas' cannot run here"):
         Engine(*model, attention_backend="pallas", max_model_len=64)
+
+
+def test_a_gpus_pool_leaves_room_for_weights_row_state_and_temporaries(model, monkeypatch, caplog):
+    config, params = model
+    options = EngineConfig(max_num_seqs=64, max_num_batched_tokens=64, max_model_len=512)
+
+    def blocks(limit: int) -> int:
+        device = types.SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": limit})
+        monkeypatch.setattr(jax, "devices", lambda: [device])
+        return _sizes_on_device(config, options, params, Backend("xla")).num_kv_blocks
+
+    temporaries = 1_000_000
+    monkeypatch.setattr(engine_module, "temporary_bytes", lambda *arguments, **named: temporaries)
+    state = jax.eval_shape(lambda: init_row_state(64, config.vocab_size))
+    fixed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, state)))
+    block = bytes_per_block(config, 16, "float32")
+    exact = (fixed + temporaries + 40 * block) / 0.9
+    assert [blocks(int(exact) - 1), blocks(int(exact) + 2)] == [39, 40]
+    assert not caplog.records
+    with pytest.raises(ValueError, match="nothing is left for the KV cache"):
+        blocks(int((fixed + temporaries) / 0.9))
+
+
+def test_temporaries_are_those_of_a_compiled_step(model):
+    config, _ = model
+    options = EngineConfig(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=32, num_kv_blocks=4)
+    sizes = resolve_sizes(config, options, dtype="float32", platform="cpu", pool_bytes=None)
+    found = temporary_bytes(config, sizes, dtype="float32", platform="cpu", backend=Backend("xla"))
+    assert found > 16 * config.hidden_size * 4  # more than one activation
