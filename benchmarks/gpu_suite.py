@@ -117,20 +117,10 @@ def conformance(save: Save) -> dict:
     """The kernels against dense attention in float64, on the device; twice, to see that bits repeat."""
     import jax
     import numpy as np
-    from attention_cases import make_case
-
-    from jpaged.ops import attention
+    from attention_cases import decode_of, make_case, prefill_of
 
     backend = kernels()
-    options = ("dtype", "window", "soft_cap")
-
-    def decode(*arguments, **fixed):
-        return attention.paged_decode(backend, *arguments, **fixed)
-
-    def prefill(q, k_pool, v_pool, tables, start, lens, **fixed):
-        return attention.paged_prefill(backend, tables, start, lens, q.shape[0])(q, k_pool, v_pool, **fixed)
-
-    decode, prefill = (jax.jit(f, static_argnames=options) for f in (decode, prefill))
+    decode, prefill = decode_of(backend), prefill_of(backend)
     decode_lens = [(n, min(n, 1)) for n in (0, 1, 15, 16, 17, 127, 129, 600, 4092)]
     prefill_lens = [(1, 1), (17, 17), (0, 0), (600, 45), (130, 130), (129, 1), (4092, 33), (257, 130)]
     cases = [

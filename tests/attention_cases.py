@@ -8,14 +8,34 @@ too few is an error of the order of the values themselves.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
+import jax
 import ml_dtypes
 import numpy as np
+
+from jpaged.ops import attention
+from jpaged.ops.attention import Backend
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}  # of the largest value
 VISIBLE, HIDDEN = 6.0, 12.0  # scores of the edge slots that a query sees, and of those just beyond
+
+
+OPTIONS = ("dtype", "window", "soft_cap")
+
+
+def decode_of(backend: Backend):
+    return jax.jit(functools.partial(attention.paged_decode, backend), static_argnames=OPTIONS)
+
+
+def prefill_of(backend: Backend):
+    def prefill(q, k_pool, v_pool, tables, query_start, context_lens, **options):
+        attend = attention.paged_prefill(backend, tables, query_start, context_lens, q.shape[0])
+        return attend(q, k_pool, v_pool, **options)
+
+    return jax.jit(prefill, static_argnames=OPTIONS)
 
 
 @dataclasses.dataclass

@@ -51,6 +51,11 @@ class Attention:
     soft_cap: float | None
 
     @property
+    def decode_rows(self) -> int:
+        """Rows of a tile that holds the query heads of one KV head."""
+        return max(MIN_ROWS, 1 << (self.group - 1).bit_length())
+
+    @property
     def parts(self) -> tuple[tuple[int, int], ...]:
         """(offset, size) of the powers of two that make up head_dim, largest first.
 
@@ -106,8 +111,7 @@ def check_attention(
     problem = unsupported(head_dim=head_dim, block_size=block_size, dtype=dtype)
     if problem:
         raise ValueError(problem)
-    if k_pool.size > MAX_POOL_ENTRIES:
-        raise ValueError(f"{k_pool.size=} must be at most {MAX_POOL_ENTRIES}: offsets have 32 bits")
+    check_pool_size(k_pool)
     quantized = str(k_pool.dtype) in QUANTIZED_DTYPES
     if not quantized and k_pool.dtype != dtype:
         raise ValueError(f"{k_pool.dtype=} must be {dtype=} or one of {QUANTIZED_DTYPES}")
@@ -131,6 +135,12 @@ def check_attention(
         soft_cap=soft_cap,
     )
     return fixed, pools
+
+
+def check_pool_size(k_pool: jax.Array) -> None:
+    """Raises `ValueError` for a pool whose offsets do not fit 32 bits."""
+    if k_pool.size > MAX_POOL_ENTRIES:
+        raise ValueError(f"{k_pool.size=} must be at most {MAX_POOL_ENTRIES}: offsets have 32 bits")
 
 
 def unsupported(*, head_dim: int, block_size: int, dtype: str) -> str | None:
@@ -165,12 +175,14 @@ def pool_specs(pools: list[jax.Array], head_axis: int) -> list[pl.BlockSpec]:
     return [spec(pool) for pool in pools]
 
 
+def scale_queries(fixed: Attention, q: jax.Array) -> jax.Array:
+    """Queries scaled and rounded as the reference does."""
+    return (q.astype(jnp.float32) * fixed.head_dim**-0.5).astype(fixed.dtype)
+
+
 def load_queries(fixed: Attention, q_ref, rows: jax.Array) -> list[jax.Array]:
-    """Rows of q [X, D], scaled and rounded as the reference does: one [R, part] per part."""
-    scale = fixed.head_dim**-0.5
-    return [
-        (q_ref[rows, pl.ds(o, b)].astype(jnp.float32) * scale).astype(fixed.dtype) for o, b in fixed.parts
-    ]
+    """Scaled rows of q [X, D]: one [R, part] per part."""
+    return [scale_queries(fixed, q_ref[rows, pl.ds(*part)]) for part in fixed.parts]
 
 
 def empty_state(fixed: Attention, rows: int) -> tuple:
@@ -265,6 +277,14 @@ def _decode_fp8(bits: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32) * 256
 
 
+def store_result(fixed: Attention, ref, rows: jax.Array, state: tuple, mask: jax.Array) -> None:
+    """Stores a state's outcome in the distinct rows [R] whose mask is set; zeros where nothing was seen."""
+    _, total, acc = state
+    scale = 1 / jnp.where(total > 0, total, 1)
+    for (offset, _), part in zip(fixed.parts, acc, strict=True):
+        store_rows(ref, rows, offset, part * scale[:, None], mask)
+
+
 def store_rows(ref, rows: jax.Array, offset: int, values: jax.Array, mask: jax.Array) -> None:
     """Stores values [R, X] at columns from `offset` of the distinct rows [R] whose mask is set."""
     columns = offset + jnp.arange(values.shape[1], dtype=jnp.int32)
@@ -288,17 +308,27 @@ def context_ranges(fixed: Attention, tuning: Any, length: jax.Array) -> tuple[An
     return first, jnp.maximum(each, tuning.split_blocks), end
 
 
-def merge_ranges(out: jax.Array, lse: jax.Array, counts: jax.Array) -> jax.Array:
+def cap_splits(tuning: Any, width: int) -> Any:
+    """The tuning of a decode kernel, with no more ranges than a block table of `width` columns has."""
+    most = -(-width // tuning.split_blocks)
+    return dataclasses.replace(tuning, max_splits=max(1, min(tuning.max_splits, most)))
+
+
+def merge_ranges(
+    fixed: Attention, tuning: Any, context_lens: jax.Array, out: jax.Array, lse: jax.Array
+) -> jax.Array:
     """Attention of whole contexts from that of their ranges.
 
     Args:
-      out: float32 [S, H, X, D], of each range.
+      out: float32 [S, H, X, D], of each range of `context_ranges`; what others hold, NaN included,
+        changes nothing.
       lse: float32 [S, H, X], base-2 logarithms of the sums of exponentials.
-      counts: int32 [S], ranges of each context; what others hold, NaN included, changes nothing.
 
     Returns:
       [S, H, D]; zeros where there is no range.
     """
+    first, each, end = context_ranges(fixed, tuning, context_lens)
+    counts = lax.div(end - first + each - 1, each)
     used = jnp.arange(lse.shape[2])[None] < counts[:, None]  # [S, X]
     lse = jnp.where(used[:, None], lse, NEVER)
     weights = jnp.exp2(lse - jnp.max(lse, axis=2, keepdims=True))

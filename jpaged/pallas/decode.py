@@ -17,14 +17,15 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton
 
 from jpaged.pallas.common import (
-    MIN_ROWS,
     Attention,
+    cap_splits,
     check_attention,
     context_ranges,
     empty_state,
     load_queries,
     pool_specs,
     softmax_step,
+    store_result,
     store_rows,
     whole,
 )
@@ -66,7 +67,7 @@ def default_tuning(fixed: Attention) -> Tuning:
     )
 
 
-def _split_kernel(*refs, fixed: Attention, tuning: Tuning, rows: int):
+def _split_kernel(*refs, fixed: Attention, tuning: Tuning):
     q_ref, *pool_refs, table_ref, length_ref, acc_ref, top_ref, total_ref = refs
     sequence, head, split = (pl.program_id(axis) for axis in range(3))
     kv_heads = pl.num_programs(1)
@@ -78,7 +79,7 @@ def _split_kernel(*refs, fixed: Attention, tuning: Tuning, rows: int):
 
     @pl.when(begin < end)
     def _():
-        row = jnp.arange(rows, dtype=jnp.int32)  # [R]
+        row = jnp.arange(fixed.decode_rows, dtype=jnp.int32)  # [R]
         q = load_queries(fixed, q_ref, head * group + jnp.minimum(row, group - 1))
 
         def masked(block, num_blocks, state):
@@ -97,7 +98,7 @@ def _split_kernel(*refs, fixed: Attention, tuning: Tuning, rows: int):
         # Whole tiles of whole blocks, then what is left block by block: no block is read that
         # holds nothing of the context.
         tiles = (jnp.minimum(end, length // block_size) - begin) // tuning.tile_blocks
-        state = jax.lax.fori_loop(0, tiles, tile, empty_state(fixed, rows))
+        state = jax.lax.fori_loop(0, tiles, tile, empty_state(fixed, fixed.decode_rows))
         rest = begin + tiles * tuning.tile_blocks
         top, total, acc = jax.lax.fori_loop(rest, end, lambda block, state: masked(block, 1, state), state)
 
@@ -109,13 +110,11 @@ def _split_kernel(*refs, fixed: Attention, tuning: Tuning, rows: int):
             store_rows(acc_ref, place, offset, part, row < group)
 
 
-def _merge_kernel(
-    length_ref, acc_ref, top_ref, total_ref, out_ref, *, fixed: Attention, tuning: Tuning, rows
-):
+def _merge_kernel(length_ref, acc_ref, top_ref, total_ref, out_ref, *, fixed: Attention, tuning: Tuning):
     sequence, head = pl.program_id(0), pl.program_id(1)
     program = sequence * pl.num_programs(1) + head
     first, each, end = context_ranges(fixed, tuning, length_ref[0])
-    row = jnp.arange(rows, dtype=jnp.int32)
+    row = jnp.arange(fixed.decode_rows, dtype=jnp.int32)
 
     def step(split, state):
         place = (program * tuning.max_splits + split) * fixed.group + row
@@ -130,11 +129,8 @@ def _merge_kernel(
         return new_top, total * keep + total_ref[place] * weight, merged
 
     splits = pl.cdiv(end - first, each)
-    _, total, acc = jax.lax.fori_loop(0, splits, step, empty_state(fixed, rows))
-    scale = 1 / jnp.where(total > 0, total, 1)
-    for (offset, _), part in zip(fixed.parts, acc, strict=True):
-        place = program * fixed.group + row
-        store_rows(out_ref, place, offset, part * scale[:, None], row < fixed.group)
+    state = jax.lax.fori_loop(0, splits, step, empty_state(fixed, row.shape[0]))
+    store_result(fixed, out_ref, program * fixed.group + row, state, row < fixed.group)
 
 
 def paged_decode(
@@ -184,13 +180,10 @@ def paged_decode(
     )
     num_seqs, num_heads, head_dim = q.shape
     kv_heads = num_heads // fixed.group
-    tuning = tuning or default_tuning(fixed)
     width = tables.shape[1]
-    most = pl.cdiv(width, tuning.split_blocks)
-    tuning = dataclasses.replace(tuning, max_splits=max(1, min(tuning.max_splits, most)))
-    rows = max(MIN_ROWS, 1 << (fixed.group - 1).bit_length())
+    tuning = cap_splits(tuning or default_tuning(fixed), width)
     # One tile of rows more than there are: where the last program's rows past its group would lie.
-    partial = num_seqs * kv_heads * tuning.max_splits * fixed.group + rows
+    partial = num_seqs * kv_heads * tuning.max_splits * fixed.group + fixed.decode_rows
     length_spec = pl.BlockSpec((1,), lambda s, *_: (s,))
     scratch = [
         jax.ShapeDtypeStruct((partial, head_dim), jnp.float32),
@@ -198,7 +191,7 @@ def paged_decode(
         jax.ShapeDtypeStruct((partial,), jnp.float32),
     ]
     partials = pl.pallas_call(
-        functools.partial(_split_kernel, fixed=fixed, tuning=tuning, rows=rows),
+        functools.partial(_split_kernel, fixed=fixed, tuning=tuning),
         grid=(num_seqs, kv_heads, tuning.max_splits),
         in_specs=[
             pl.BlockSpec((None, num_heads, head_dim), lambda s, h, x: (s, 0, 0)),
@@ -212,9 +205,9 @@ def paged_decode(
         interpret=interpret,
         name="paged_decode",
     )(q, *pools, tables, context_lens)
-    merged_shape = jax.ShapeDtypeStruct((num_seqs * num_heads + rows, head_dim), jnp.float32)
+    merged_shape = jax.ShapeDtypeStruct((num_seqs * num_heads + fixed.decode_rows, head_dim), jnp.float32)
     out = pl.pallas_call(
-        functools.partial(_merge_kernel, fixed=fixed, tuning=tuning, rows=rows),
+        functools.partial(_merge_kernel, fixed=fixed, tuning=tuning),
         grid=(num_seqs, kv_heads),
         in_specs=[length_spec, *(whole(x.shape) for x in scratch)],
         out_specs=whole(merged_shape.shape),

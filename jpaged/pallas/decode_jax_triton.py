@@ -11,22 +11,20 @@ Never run on a GPU. With triton 3.9 it lowers to PTX 9.4, which CUDA 12's ptxas 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jpaged.pallas.common import (
     LOG2_E,
-    MIN_ROWS,
     NEVER,
     Attention,
+    cap_splits,
     check_attention,
-    context_ranges,
     merge_ranges,
+    scale_queries,
 )
 from jpaged.pallas.decode import Tuning, default_tuning
 
@@ -133,7 +131,7 @@ def kernel_constants(fixed: Attention, tuning: Tuning, width: int) -> dict[str, 
     return dict(
         width=width,
         group=fixed.group,
-        rows=max(MIN_ROWS, 1 << (fixed.group - 1).bit_length()),
+        rows=fixed.decode_rows,
         head_dim=fixed.head_dim,
         columns=1 << (fixed.head_dim - 1).bit_length(),
         block_size=fixed.block_size,
@@ -189,11 +187,9 @@ def paged_decode_jax_triton(
     except ImportError as error:
         raise ImportError(f"This kernel needs jax-triton: {INSTALL}") from error
     num_seqs, num_heads, head_dim = q.shape
-    tuning = tuning or default_tuning(fixed)
-    most = -(-tables.shape[1] // tuning.split_blocks)
-    tuning = dataclasses.replace(tuning, max_splits=max(1, min(tuning.max_splits, most)))
+    tuning = cap_splits(tuning or default_tuning(fixed), tables.shape[1])
     out, lse = jax_triton.triton_call(
-        (q.astype(jnp.float32) * head_dim**-0.5).astype(dtype),
+        scale_queries(fixed, q),
         k_pool,
         v_pool,
         tables,
@@ -210,5 +206,4 @@ def paged_decode_jax_triton(
         compute_capability=capability,
         **kernel_constants(fixed, tuning, tables.shape[1]),
     )
-    first, each, end = context_ranges(fixed, tuning, context_lens)
-    return merge_ranges(out, lse, lax.div(end - first + each - 1, each))
+    return merge_ranges(fixed, tuning, context_lens, out, lse)

@@ -23,7 +23,16 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jpaged.pallas.common import LOG2_E, NEVER, Attention, check_attention, context_ranges, merge_ranges
+from jpaged.pallas.common import (
+    LOG2_E,
+    NEVER,
+    Attention,
+    cap_splits,
+    check_attention,
+    context_ranges,
+    merge_ranges,
+    scale_queries,
+)
 
 HEAD_DIMS = (64, 128)
 DTYPES = ("bfloat16", "float32")
@@ -290,9 +299,7 @@ def paged_decode_mosaic(
         q, k_pool, v_pool, None, None, dtype=dtype, window=window, soft_cap=soft_cap, capability=90
     )
     num_seqs, num_heads, head_dim = q.shape
-    tuning = tuning or default_tuning(fixed)
-    most = -(-tables.shape[1] // tuning.split_blocks)
-    tuning = dataclasses.replace(tuning, max_splits=max(1, min(tuning.max_splits, most)))
+    tuning = cap_splits(tuning or default_tuning(fixed), tables.shape[1])
     splits = tuning.max_splits
     warpgroups = -(-fixed.group // GROUP_HEADS)
     heads = -(-fixed.group // warpgroups)
@@ -320,9 +327,8 @@ def paged_decode_mosaic(
         ),
         kernel_name="paged_decode_mosaic",
         interpret=_interpreter() if interpret else None,
-    )((q.astype(jnp.float32) * head_dim**-0.5).astype(dtype), k_pool, v_pool, tables, context_lens)
-    first, each, end = context_ranges(fixed, tuning, context_lens)
-    return merge_ranges(out, lse, lax.div(end - first + each - 1, each))
+    )(scale_queries(fixed, q), k_pool, v_pool, tables, context_lens)
+    return merge_ranges(fixed, tuning, context_lens, out, lse)
 
 
 def unsupported(*, head_dim: int, block_size: int, dtype: str, group: int) -> str | None:

@@ -25,7 +25,7 @@ from jpaged.pallas.common import (
     load_queries,
     pool_specs,
     softmax_step,
-    store_rows,
+    store_result,
     whole,
 )
 
@@ -128,11 +128,9 @@ def _kernel(*refs, fixed: Attention, tuning: Tuning, num_heads: int):
             state = lax.fori_loop(0, whole_tiles, functools.partial(tile, masked=False), state)
         else:
             whole_tiles = jnp.maximum(first - fixed.window + 1, 0) // tile_len
-        _, total, acc = lax.fori_loop(whole_tiles, tiles, functools.partial(tile, masked=True), state)
-        scale = 1 / jnp.where(total > 0, total, 1)
+        state = lax.fori_loop(whole_tiles, tiles, functools.partial(tile, masked=True), state)
         place = (start + row // group) * num_heads + head * group + row % group
-        for (offset, _), part in zip(fixed.parts, acc, strict=True):
-            store_rows(out_ref, place, offset, part * scale[:, None], real)
+        store_result(fixed, out_ref, place, state, real)
 
 
 def paged_prefill(
@@ -187,9 +185,7 @@ def paged_prefill(
     sequence, first_row = query_tiles(query_start, num_tokens, fixed.group, tuning.tile_rows)
     per_tile = pl.BlockSpec((1,), lambda tile, head: (tile,))
     # Rows past a tile's own are not stored, but their places must exist.
-    out_shape = jax.ShapeDtypeStruct(
-        (num_tokens * num_heads + tuning.tile_rows * num_heads, head_dim), jnp.float32
-    )
+    out_shape = jax.ShapeDtypeStruct(((num_tokens + tuning.tile_rows) * num_heads, head_dim), jnp.float32)
     out = pl.pallas_call(
         functools.partial(_kernel, fixed=fixed, tuning=tuning, num_heads=num_heads),
         grid=(sequence.shape[0], num_heads // fixed.group),

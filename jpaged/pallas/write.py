@@ -9,7 +9,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax.experimental.pallas import triton
 
-from jpaged.pallas.common import MAX_POOL_ENTRIES, split_powers, whole
+from jpaged.pallas.common import check_pool_size, split_powers, whole
 
 _TILE_VALUES = 2048  # of K, and as many of V, per program
 _NUM_WARPS = 4
@@ -48,8 +48,7 @@ def write_kv(
     """
     num_tokens, kv_heads, head_dim = k.shape
     block_size = k_pool.shape[2]
-    if k_pool.size > MAX_POOL_ENTRIES:
-        raise ValueError(f"{k_pool.size=} must be at most {MAX_POOL_ENTRIES}: offsets have 32 bits")
+    check_pool_size(k_pool)
     parts = split_powers(head_dim)
     rows = _TILE_VALUES // (1 << (head_dim - 1).bit_length())
     flat = [x.reshape(-1, head_dim) for x in (k, v)]

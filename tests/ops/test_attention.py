@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import make_case, quantized_case
+from attention_cases import decode_of, make_case, prefill_of, quantized_case
 
-from jpaged.ops import attention
 from jpaged.ops.attention import Backend
 from jpaged.pallas import decode as pallas_decode
 from jpaged.pallas import prefill as pallas_prefill
-
-OPTIONS = ("dtype", "window", "soft_cap")
-
-
-def decode_of(backend: Backend):
-    return jax.jit(functools.partial(attention.paged_decode, backend), static_argnames=OPTIONS)
-
-
-def prefill_of(backend: Backend):
-    def prefill(q, k_pool, v_pool, tables, query_start, context_lens, **options):
-        attend = attention.paged_prefill(backend, tables, query_start, context_lens, q.shape[0])
-        return attend(q, k_pool, v_pool, **options)
-
-    return jax.jit(prefill, static_argnames=OPTIONS)
-
 
 BACKENDS = {"xla": Backend("xla"), "pallas": Backend("pallas_interpret")}
 DECODE = {name: decode_of(backend) for name, backend in BACKENDS.items()}
