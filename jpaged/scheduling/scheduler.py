@@ -225,7 +225,7 @@ class Scheduler:
     def _todo(self, request: Request) -> int:
         """Tokens of a running request that could be computed now, pending ones included."""
         total = len(request.token_ids) + request.num_pending
-        if total >= request.max_total_tokens or (request.pause_at is not None and total >= request.pause_at):
+        if total >= request.max_total_tokens or (request.pause_at is not None and request.paused):
             return 0
         return total - request.num_scheduled
 
