@@ -140,7 +140,7 @@ def conformance(save: Save) -> dict:
     results = []
     for options_of_case in cases if on_gpu() else cases[3:4]:
         for kind, lens in (("decode", decode_lens), ("prefill", prefill_lens)):
-            case = make_case(lens, stored=options_of_case["dtype"], **options_of_case)
+            case = make_case(lens, platform="gpu", **options_of_case)
             result = dict(kernel=kind, **options_of_case)
             try:
                 runs = []
@@ -261,12 +261,12 @@ def steps(save: Save, preset: str = "qwen2.5-7b", compare: bool = True) -> dict:
     from jpaged.batch import init_row_state
     from jpaged.engine.packing import Buckets, Packer
     from jpaged.engine.steps import decode_step, prefill_step
-    from jpaged.kv_cache import bytes_per_block, init_kv_cache
+    from jpaged.kv_cache import KVLayout, bytes_per_token, init_kv_cache
     from jpaged.ops.attention import Backend
     from jpaged.ops.sampling import Variant
 
     config, params = random_model(preset)
-    dtype = str(params.embed.dtype)
+    layout = KVLayout.of(config, str(params.embed.dtype))
     platform = jax.devices()[0].platform
     num_seqs, context, num_tokens = (64, 1024, 2048) if on_gpu() else (4, 40, 32)
     blocks = -(-context // 16)
@@ -276,7 +276,7 @@ def steps(save: Save, preset: str = "qwen2.5-7b", compare: bool = True) -> dict:
     weights = sum(x.nbytes for x in jax.tree.leaves(params)) - (
         0 if config.tie_word_embeddings else params.embed.nbytes
     )
-    kv = num_seqs * context * bytes_per_block(config, 16, dtype) // 16
+    kv = num_seqs * context * bytes_per_token(config, layout)
     bandwidth = copy_bandwidth(1 << 30 if on_gpu() else 1 << 24)
     result: dict = dict(
         preset=preset, weights_bytes=weights, kv_bytes=kv, copy_gb_per_s=round(bandwidth / 1e9, 1)
@@ -288,7 +288,7 @@ def steps(save: Save, preset: str = "qwen2.5-7b", compare: bool = True) -> dict:
         )
 
     for backend in (kernels(), Backend("xla"))[: 1 + compare]:
-        cache = init_kv_cache(config, num_seqs * blocks + 1, 16, dtype, platform)
+        cache = init_kv_cache(config, num_seqs * blocks + 1, 16, layout, platform)
         state = init_row_state(num_seqs, config.vocab_size)
         tables = np.zeros((num_seqs, width), np.int32)
         tables[:, :blocks] = table

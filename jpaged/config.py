@@ -340,6 +340,7 @@ _ROPE_FLOATS = (
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", *DTYPES),
+    "kv_cache_dtype": ("auto", *DTYPES, "int8", "fp8_e4m3", "int4"),
     "attention_backend": ("auto", "xla", "pallas", "pallas_interpret", "mosaic", "jax_triton"),
     "prefix_cache": ("radix", "hash", "off"),
     "eviction_policy": ("lru", "lfu", "fifo"),
@@ -352,7 +353,10 @@ class EngineConfig:
     """How an engine is sized and what it promises. `None` means: derived at start-up.
 
     Attributes:
-      dtype: of weights and KV cache; `auto` keeps that of `params`. (`LLM` chooses one when it loads.)
+      dtype: of the weights; `auto` keeps that of `params`. (`LLM` chooses one when it loads.)
+      kv_cache_dtype: how keys and values are stored; `auto` is the weights' dtype. `int8`, `fp8_e4m3` and
+        `int4` have a 16-bit scale for each token and head; `docs/quantization.md` has what they cost.
+      kv_cache_skip_layers: layers whose keys and values stay in the weights' dtype.
       max_model_len: longest sequence in tokens, prompt and output together.
       max_num_seqs: most sequences that run at once (rows of the device arrays).
       max_num_batched_tokens: most tokens computed in one step.
@@ -376,6 +380,8 @@ class EngineConfig:
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8_e4m3", "int4"] = "auto"
+    kv_cache_skip_layers: tuple[int, ...] = ()
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None

@@ -15,6 +15,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from jpaged.kv_cache import Pool, storage_dtype
 from jpaged.ops import attention
 from jpaged.ops.attention import Backend
 
@@ -23,7 +24,7 @@ TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}  # of the large
 VISIBLE, HIDDEN = 6.0, 12.0  # scores of the edge slots that a query sees, and of those just beyond
 
 
-OPTIONS = ("dtype", "window", "soft_cap")
+OPTIONS = ("window", "soft_cap")
 
 
 def decode_of(backend: Backend):
@@ -44,18 +45,17 @@ class Case:
 
     Attributes:
       q: per sequence, float32 [queries, H, D]; the last ones of the context.
-      k, v: per sequence, float32 [context, K, D], as rounded to `dtype`.
-      k_pool, v_pool: as stored.
+      k, v: per sequence, float32 [context, K, D], as the pools mean them.
+      k_pool, v_pool: as stored; numpy arrays.
     """
 
     lens: list[tuple[int, int]]  # (context, queries)
     q: list[np.ndarray]
     k: list[np.ndarray]
     v: list[np.ndarray]
-    k_pool: np.ndarray
-    v_pool: np.ndarray
+    k_pool: Pool
+    v_pool: Pool
     tables: np.ndarray
-    dtype: str
     window: int | None
     soft_cap: float | None
 
@@ -87,11 +87,11 @@ class Case:
         for lens, g, e in zip(self.lens, got, expected, strict=True):
             assert g.shape == e.shape
             np.testing.assert_allclose(
-                g, e, rtol=0, atol=TOLERANCE[self.dtype] * scale, err_msg=f"(context, queries) = {lens}"
+                g, e, rtol=0, atol=TOLERANCE[self.k_pool.dtype] * scale, err_msg=f"(context, queries) = {lens}"
             )
 
     def options(self) -> dict:
-        return dict(dtype=self.dtype, window=self.window, soft_cap=self.soft_cap)
+        return dict(window=self.window, soft_cap=self.soft_cap)
 
     # -- running it ---------------------------------------------------------------------------
 
@@ -149,7 +149,8 @@ def make_case(
     head_dim: int = 64,
     block_size: int = 16,
     dtype: str = "float32",
-    stored: str | None = None,
+    format: str | None = None,
+    platform: str = "cpu",
     window: int | None = None,
     soft_cap: float | None = None,
     width: int | None = None,
@@ -158,11 +159,14 @@ def make_case(
     """Sequences in permuted blocks of a pool whose every other slot is poisoned.
 
     Args:
-      stored: dtype of the pool's array, by default uint16 for 16-bit values.
+      dtype: of the operands of products.
+      format: of the pool, by default `dtype`.
+      platform: whose way of storing values the pools follow.
       width: of the block tables.
     """
     rng = np.random.default_rng(seed)
     value_type = DTYPES[dtype]
+    store = functools.partial(_stored, format=format or dtype, dtype=dtype, platform=platform)
     counts = [-(-context // block_size) for context, _ in lens]
     width = width or max(counts) + 2
     num_blocks = sum(counts) + 4
@@ -171,7 +175,7 @@ def make_case(
     tables = np.zeros((len(lens), width), np.int32)
     blocks = rng.permutation(np.arange(1, num_blocks)).tolist()
 
-    q, k, v = [], [], []
+    q = []
     for (context, queries), count, table in zip(lens, counts, tables, strict=True):
         own = [blocks.pop() for _ in range(count)]
         table[:count] = own
@@ -191,45 +195,55 @@ def make_case(
             (queries, kv_heads * group, head_dim)
         )
         q.append(query.astype(value_type).astype(np.float32))
-        k.append(keys.astype(np.float32))
-        v.append(values.astype(np.float32))
-    stored = stored or ("uint16" if k_pool.itemsize == 2 else dtype)
-    k_pool, v_pool = (pool.view(DTYPES.get(stored, np.uint16)) for pool in (k_pool, v_pool))
-    return Case(lens, q, k, v, k_pool, v_pool, tables, dtype, window, soft_cap)
+    (k_pool, k_meant), (v_pool, v_meant) = store(k_pool, is_key=True), store(v_pool, is_key=False)
+
+    def contexts(meant: np.ndarray) -> list[np.ndarray]:
+        slots = [np.arange(context) for context, _ in lens]
+        own = zip(tables, slots, strict=True)
+        return [meant[table[slot // block_size], :, slot % block_size] for table, slot in own]
+
+    return Case(lens, q, contexts(k_meant), contexts(v_meant), k_pool, v_pool, tables, window, soft_cap)
 
 
-def quantize(pool: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A pool [N, K, P, D] as `kind` with bfloat16 scales [N, K, P], and the values that these mean."""
-    value_type, largest = {"int8": (np.int8, 127), "float8_e4m3fn": (ml_dtypes.float8_e4m3fn, 448)}[kind]
-    known = np.where(np.isfinite(pool), pool, 0)
+def _stored(
+    values: np.ndarray, *, format: str, dtype: str, platform: str, is_key: bool
+) -> tuple[Pool, np.ndarray]:
+    """A pool [N, K, P, D] in a format, and the values float32 that its entries mean.
+
+    Slots that nobody may read are those that are not finite; of a quantized pool they have a scale of
+    NaN, and entries of NaN where there is such a thing.
+    """
+    if format in DTYPES:
+        stored = values.astype(DTYPES[format])
+        data = stored.view(storage_dtype(format, platform))
+        return Pool(data, None, format, dtype), stored.astype(np.float32)
+    poisoned = ~np.isfinite(values).all(axis=-1)
+    known = np.where(poisoned[..., None], 0, values.astype(np.float32))
+    rotation = hadamard(values.shape[-1]) if is_key else np.eye(values.shape[-1])
+    known = known @ rotation
+    largest = {"int8": 127, "fp8_e4m3": 448, "int4": 7}[format]
     scale = (np.abs(known).max(axis=-1) / largest).astype(ml_dtypes.bfloat16)
-    scale = np.where(scale > 0, scale, 1).astype(np.float32)
-    scaled = np.clip(known / scale[..., None], -largest, largest)
-    stored = (np.rint(scaled) if kind == "int8" else scaled).astype(value_type)
-    meant = stored.astype(np.float32) * scale[..., None]
-    # Slots that nobody may read: a scale of NaN, and values of NaN where there is such a thing.
-    poisoned = ~np.isfinite(pool).all(axis=-1)
+    divisor = np.where(scale > 0, scale, 1).astype(np.float32)[..., None]
+    entries = np.clip(known / divisor, -largest, largest)
+    entries = entries.astype(ml_dtypes.float8_e4m3fn) if format == "fp8_e4m3" else np.rint(entries)
+    meant = (entries.astype(np.float32) * scale[..., None].astype(np.float32)) @ rotation.T
     scale[poisoned] = np.nan
-    stored[poisoned] = 99 if kind == "int8" else np.nan
-    return stored, scale.astype(ml_dtypes.bfloat16), meant
+    if format == "fp8_e4m3":
+        entries[poisoned] = np.nan
+        data = entries.view(storage_dtype(entries.dtype, platform))
+    else:
+        entries[poisoned] = largest
+        data = entries.astype(np.int8)
+    if format == "int4":
+        low, high = np.split(data.view(np.uint8), 2, axis=-1)
+        data = low % 16 + 16 * (high % 16)
+    return Pool(data, scale.view(storage_dtype(scale.dtype, platform)), format, dtype), meant
 
 
-def quantized_case(lens, kind: str, **options) -> tuple[Case, dict]:
-    """A case whose pools hold 8-bit values, and the scales that go with them."""
-    case = make_case(lens, **options)
-    (k_pool, k_scale, k_meant), (v_pool, v_scale, v_meant) = (
-        quantize(pool.view(DTYPES[case.dtype]).astype(np.float32), kind)
-        for pool in (case.k_pool, case.v_pool)
-    )
-    block_size = k_pool.shape[2]
-
-    def contexts(meant):
-        return [
-            np.stack([meant[table[t // block_size], :, t % block_size] for t in range(context)])
-            if context
-            else np.zeros((0, *meant.shape[1::2]), np.float32)
-            for (context, _), table in zip(lens, case.tables, strict=True)
-        ]
-
-    exact = dataclasses.replace(case, k=contexts(k_meant), v=contexts(v_meant), k_pool=k_pool, v_pool=v_pool)
-    return exact, dict(k_scale=k_scale, v_scale=v_scale)
+def hadamard(head_dim: int) -> np.ndarray:
+    """The rotation of quantized keys [D, D]: Sylvester's matrix, as many times as it fits head_dim."""
+    size = head_dim & -head_dim
+    matrix = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return np.kron(np.eye(head_dim // size), matrix / np.sqrt(size))

@@ -660,7 +660,7 @@ def test_a_model_streams_what_it_generates(real):
 
 def test_an_engine_of_the_dtype_that_was_asked_for(config, params, tokenizer):
     half = LLM(config=config, params=params, tokenizer=tokenizer, dtype="bfloat16", **SIZES)
-    assert str(half.engine.runner.params.embed.dtype) == half.engine.runner.cache.dtype == "bfloat16"
+    assert str(half.engine.runner.params.embed.dtype) == half.engine.runner.cache.k[0].dtype == "bfloat16"
     assert str(params.embed.dtype) == "float32"
 
 

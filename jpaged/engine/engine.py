@@ -30,6 +30,7 @@ from jpaged.engine.runner import (
     temporary_bytes,
 )
 from jpaged.engine.sizing import Sizes, device_pool_bytes, resolve_sizes
+from jpaged.kv_cache import KVLayout
 from jpaged.models.transformer import Params
 from jpaged.ops.attention import Backend, resolve_backend
 from jpaged.ops.sampling import Variant
@@ -81,23 +82,27 @@ class Engine:
             if params is None:
                 raise ValueError("params=None needs a runner")
             params = params if self.options.dtype == "auto" else cast_params(params, self.options.dtype)
-            dtype = str(params.embed.dtype)
+            layout = self._kv_layout(str(params.embed.dtype))
             backend = resolve_backend(
-                self.options.attention_backend, config, block_size=self.options.block_size, dtype=dtype
+                self.options.attention_backend, config, block_size=self.options.block_size, layout=layout
             )
             logger.info("attention backend: %s", backend)
             runner = ModelRunner(
                 config,
                 params,
-                _sizes_on_device(config, self.options, params, backend),
-                dtype=dtype,
+                _sizes_on_device(config, self.options, params, layout, backend),
+                layout=layout,
                 backend=backend,
                 deterministic=self.options.deterministic,
             )
             self.sizes = runner.sizes
         else:
             self.sizes = resolve_sizes(
-                config, self.options, dtype=config.dtype, platform="cpu", pool_bytes=None
+                config,
+                self.options,
+                layout=self._kv_layout(config.dtype),
+                platform="cpu",
+                pool_bytes=None,
             )
         self.runner = runner
         self.scheduler = self._new_scheduler()
@@ -107,6 +112,10 @@ class Engine:
         self._unreported: list[SequenceOutput] = []  # of what happened outside of a step that completed
         self._outbox: list[RequestOutput] = []
         self._num_added = 0
+
+    def _kv_layout(self, dtype: str) -> KVLayout:
+        options = self.options
+        return KVLayout.of(self.config, dtype, options.kv_cache_dtype, options.kv_cache_skip_layers)
 
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(
@@ -545,19 +554,20 @@ class Engine:
         self.scheduler.kv.stats = KVStats()
 
 
-def _sizes_on_device(config: ModelConfig, options: EngineConfig, params: Params, backend: Backend) -> Sizes:
+def _sizes_on_device(
+    config: ModelConfig, options: EngineConfig, params: Params, layout: KVLayout, backend: Backend
+) -> Sizes:
     device = jax.devices()[0]
-    dtype = str(params.embed.dtype)
     # On a GPU sizes are those of a pool without a limit until its temporaries are known.
     unlimited = None if device.platform == "cpu" else sys.maxsize
-    sizes = resolve_sizes(config, options, dtype=dtype, platform=device.platform, pool_bytes=unlimited)
+    sizes = resolve_sizes(config, options, layout=layout, platform=device.platform, pool_bytes=unlimited)
     if device.platform == "cpu" or options.num_kv_blocks or options.kv_cache_memory_bytes:
         return sizes
     state = jax.eval_shape(lambda: init_row_state(sizes.max_num_seqs, config.vocab_size))
     fixed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, state)))
-    temporaries = temporary_bytes(config, sizes, dtype=dtype, platform=device.platform, backend=backend)
+    temporaries = temporary_bytes(config, sizes, layout=layout, platform=device.platform, backend=backend)
     left = device_pool_bytes(device, options.gpu_memory_utilization, fixed, temporaries)
-    return resolve_sizes(config, options, dtype=dtype, platform=device.platform, pool_bytes=left)
+    return resolve_sizes(config, options, layout=layout, platform=device.platform, pool_bytes=left)
 
 
 def _as_token_id(token: Any, vocab_size: int) -> int:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 from typing import Any, Protocol
 
@@ -20,7 +19,7 @@ from jpaged.config import ModelConfig
 from jpaged.engine import steps
 from jpaged.engine.packing import Buckets, PackedStep, Packer, RowSetup, declare_buckets
 from jpaged.engine.sizing import Sizes
-from jpaged.kv_cache import KVCache, init_kv_cache
+from jpaged.kv_cache import KVCache, KVLayout, init_kv_cache
 from jpaged.models.transformer import Params, abstract_params
 from jpaged.ops.attention import Backend
 from jpaged.ops.sampling import Variant
@@ -89,19 +88,19 @@ class ModelRunner:
         params: Params,
         sizes: Sizes,
         *,
-        dtype: str,
+        layout: KVLayout,
         backend: Backend,
         deterministic: bool,
     ):
         self.config = config
         self.params = params
         self.sizes = sizes
-        self.dtype = dtype
+        self.layout = layout
         self.backend = backend
         self.deterministic = deterministic
         self.platform = jax.default_backend()
         self._restore()
-        slow_single = self.platform == "cpu" and dtype != "float32"  # XLA's CPU matrix-vector products
+        slow_single = self.platform == "cpu" and layout.dtype != "float32"  # XLA's CPU matrix-vector products
         self.buckets = declare_buckets(
             max_num_seqs=sizes.max_num_seqs,
             max_num_batched_tokens=sizes.max_num_batched_tokens,
@@ -115,7 +114,7 @@ class ModelRunner:
 
     def _restore(self) -> None:
         self.cache: KVCache = init_kv_cache(
-            self.config, self.sizes.num_kv_blocks + 1, self.sizes.block_size, self.dtype, self.platform
+            self.config, self.sizes.num_kv_blocks + 1, self.sizes.block_size, self.layout, self.platform
         )
         self.state = init_row_state(self.sizes.max_num_seqs, self.config.vocab_size)
 
@@ -237,7 +236,7 @@ class ModelRunner:
         rng = np.random.default_rng(0)
         prompts = rng.integers(0, self.config.vocab_size, (count, length)).tolist()
         packer = self._new_packer(Buckets((), (bucket,)))
-        cache = init_kv_cache(self.config, count * blocks + 1, block, self.dtype, self.platform)
+        cache = init_kv_cache(self.config, count * blocks + 1, block, self.layout, self.platform)
         chunk = max(1, min(length, num_tokens // count))
         logits = []
         for start in range(0, length, chunk):
@@ -260,7 +259,7 @@ class ModelRunner:
                 self.params, cache, self.state, packed.batch, config=self.config, backend=self.backend
             )
             logits = [np.asarray(raw)[:count]]
-        return logits + [np.asarray(pool)[1:] for pool in itertools.chain(cache.k, cache.v)]
+        return logits + [np.asarray(array)[1:] for array in jax.tree.leaves(cache)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,7 +306,7 @@ def _to_host(logprobs: Logprobs) -> list[TokenLogprobs]:
     return [TokenLogprobs(*row) for row in zip(*(np.asarray(c).tolist() for c in columns), strict=True)]
 
 
-def temporary_bytes(config: ModelConfig, sizes: Sizes, *, dtype: str, platform: str, backend: Backend) -> int:
+def temporary_bytes(config: ModelConfig, sizes: Sizes, *, layout: KVLayout, platform: str, backend: Backend) -> int:
     """Bytes of temporaries of the largest prefill bucket, from its compiled program; nothing runs."""
     tokens, seqs = sizes.max_num_batched_tokens, min(sizes.max_num_batched_tokens, sizes.max_num_seqs)
     packer = Packer(
@@ -317,10 +316,10 @@ def temporary_bytes(config: ModelConfig, sizes: Sizes, *, dtype: str, platform: 
         block_size=sizes.block_size,
         vocab_size=config.vocab_size,
     )
-    cache = jax.eval_shape(lambda: init_kv_cache(config, 2, sizes.block_size, dtype, platform))
+    cache = jax.eval_shape(lambda: init_kv_cache(config, 2, sizes.block_size, layout, platform))
     state = jax.eval_shape(lambda: init_row_state(sizes.max_num_seqs, config.vocab_size))
     compiled = steps.prefill_step.lower(
-        abstract_params(config, dtype),
+        abstract_params(config, layout.dtype),
         cache,
         state,
         packer.padding_batch(),

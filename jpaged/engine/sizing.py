@@ -8,7 +8,7 @@ import logging
 import jax
 
 from jpaged.config import EngineConfig, ModelConfig
-from jpaged.kv_cache import bytes_per_block
+from jpaged.kv_cache import KVLayout, bytes_per_block
 from jpaged.pallas.common import MAX_POOL_ENTRIES
 
 logger = logging.getLogger(__name__)
@@ -37,12 +37,11 @@ class Sizes:
 
 
 def resolve_sizes(
-    model: ModelConfig, engine: EngineConfig, *, dtype: str, platform: str, pool_bytes: int | None
+    model: ModelConfig, engine: EngineConfig, *, layout: KVLayout, platform: str, pool_bytes: int | None
 ) -> Sizes:
     """Derives the sizes that the configuration leaves open.
 
     Args:
-      dtype: of the KV cache.
       pool_bytes: what the device has left for the pool; `None` where nobody measured (a CPU).
 
     Raises:
@@ -62,7 +61,7 @@ def resolve_sizes(
             f"max_model_len={engine.max_model_len} must be at most {longest}, the model's own limit"
         )
     max_model_len = engine.max_model_len or longest
-    block_bytes = bytes_per_block(model, engine.block_size, dtype)
+    block_bytes = bytes_per_block(model, engine.block_size, layout)
     blocks = _num_blocks(engine, max_model_len, max_num_seqs, block_bytes, pool_bytes)
     if (
         platform != "cpu" and engine.num_kv_blocks is None

@@ -19,7 +19,7 @@ from jax import lax
 from jpaged import kv_cache
 from jpaged.batch import DecodeBatch, Logprobs, RaggedBatch, RowState, StepOutput
 from jpaged.config import ModelConfig
-from jpaged.kv_cache import KVCache
+from jpaged.kv_cache import KVCache, Pool
 from jpaged.models import transformer
 from jpaged.models.transformer import Params
 from jpaged.ops import attention
@@ -54,7 +54,6 @@ def decode_step(
             v_pool,
             batch.tables,
             batch.context_lens,
-            dtype=cache.dtype,
             window=config.layer_windows[layer],
         )
 
@@ -128,7 +127,7 @@ def _prefill_hidden(
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         k_pool, v_pool = pools.write(layer, k, v, batch.slots)
-        return attention_of(q, k_pool, v_pool, dtype=cache.dtype, window=config.layer_windows[layer])
+        return attention_of(q, k_pool, v_pool, window=config.layer_windows[layer])
 
     tokens = jnp.where(batch.token_ids >= 0, batch.token_ids, state.last_token[batch.token_rows])
     return transformer.forward(params, config, tokens, batch.positions, attend), pools.cache()
@@ -157,18 +156,17 @@ class _Pools:
     """The pools while a step is traced: each layer writes its own before it reads."""
 
     def __init__(self, cache: KVCache, backend: Backend):
-        self._cache = cache
         self._backend = backend
         self._k, self._v = list(cache.k), list(cache.v)
 
-    def write(self, layer: int, k: jax.Array, v: jax.Array, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def write(self, layer: int, k: jax.Array, v: jax.Array, slots: jax.Array) -> tuple[Pool, Pool]:
         pools = self._k[layer], self._v[layer]
-        written = attention.write_kv(self._backend, *pools, k, v, slots, self._cache.dtype)
+        written = attention.write_kv(self._backend, *pools, k, v, slots)
         self._k[layer], self._v[layer] = written
         return written
 
     def cache(self) -> KVCache:
-        return dataclasses.replace(self._cache, k=tuple(self._k), v=tuple(self._v))
+        return KVCache(k=tuple(self._k), v=tuple(self._v))
 
 
 copy_blocks = jax.jit(kv_cache.copy_blocks, donate_argnames=("cache",))

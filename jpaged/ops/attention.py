@@ -16,7 +16,7 @@ import jax
 
 from jpaged import kv_cache
 from jpaged.config import ModelConfig
-from jpaged.kv_cache import from_storage
+from jpaged.kv_cache import LARGEST, KVLayout, Pool, device_arrays, rotated
 from jpaged.ops import attention_xla
 from jpaged.pallas import decode as pallas_decode
 from jpaged.pallas import prefill as pallas_prefill
@@ -51,13 +51,10 @@ class Backend:
         return self.name == "pallas_interpret"
 
 
-def resolve_backend(choice: str, config: ModelConfig, *, block_size: int, dtype: str) -> Backend:
+def resolve_backend(choice: str, config: ModelConfig, *, block_size: int, layout: KVLayout) -> Backend:
     """The backend for the default device.
 
     `auto` takes the Pallas kernels where they can run, XLA elsewhere; what is chosen by name must run.
-
-    Args:
-      dtype: of the KV cache.
 
     Raises:
       NotImplementedError: the backend cannot run on this device.
@@ -70,7 +67,7 @@ def resolve_backend(choice: str, config: ModelConfig, *, block_size: int, dtype:
         lacking = _lacking(name, device, capability)
         if lacking:
             return NotImplementedError(f"attention_backend={name!r} cannot run here: {lacking}")
-        problem = _unsupported(name, config, block_size, dtype)
+        problem = _unsupported(name, config, block_size, layout)
         return ValueError(f"attention_backend={name!r} cannot run this model: {problem}") if problem else None
 
     if choice == "auto":
@@ -106,52 +103,62 @@ def _lacking(name: str, device: jax.Device, capability: int) -> str | None:
     return None
 
 
-def _unsupported(name: str, config: ModelConfig, block_size: int, dtype: str) -> str | None:
+def _unsupported(name: str, config: ModelConfig, block_size: int, layout: KVLayout) -> str | None:
     """What of a model a backend cannot run, or `None`."""
     if name == "xla":
         return None
-    shapes: dict[str, Any] = dict(head_dim=config.head_dim, block_size=block_size, dtype=dtype)
-    if problem := unsupported(**shapes):
-        return problem
-    if name == "mosaic":
-        from jpaged.pallas import decode_mosaic
+    formats = sorted({*layout.k, *layout.v})
+    for format in formats:
+        dtype = layout.dtype if format in LARGEST else format
+        shapes: dict[str, Any] = dict(head_dim=config.head_dim, block_size=block_size, dtype=dtype)
+        if problem := unsupported(**shapes):
+            return problem
+        if format != dtype and name in ("mosaic", "jax_triton"):
+            return f"its kernel for decode cannot read a KV cache in {format}"
+        if name == "mosaic":
+            from jpaged.pallas import decode_mosaic
 
-        return decode_mosaic.unsupported(**shapes, group=config.group_size)
+            if problem := decode_mosaic.unsupported(**shapes, group=config.group_size):
+                return problem
     return None
 
 
 def write_kv(
     backend: Backend,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
+    k_pool: Pool,
+    v_pool: Pool,
     k: jax.Array,
     v: jax.Array,
     slots: jax.Array,
-    dtype: str,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Pool, Pool]:
     """Stores new tokens' K and V: see `kv_cache.write_kv`."""
-    if backend.uses_kernels and k_pool.dtype == dtype:
-        return pallas_write.write_kv(k_pool, v_pool, k, v, slots, interpret=backend.interpret)
-    return kv_cache.write_kv(k_pool, v_pool, k, v, slots, dtype)
+    if backend.uses_kernels and k_pool.scale is None and k_pool.data.dtype == k_pool.format:
+        k_data, v_data = pallas_write.write_kv(
+            k_pool.data, v_pool.data, k, v, slots, interpret=backend.interpret
+        )
+        return k_pool.replace(data=k_data), v_pool.replace(data=v_data)
+    return kv_cache.write_kv(k_pool, v_pool, k, v, slots)
 
 
 def paged_decode(
     backend: Backend,
     q: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
+    k_pool: Pool,
+    v_pool: Pool,
     tables: jax.Array,
     context_lens: jax.Array,
     *,
-    dtype: str,
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> jax.Array:
     """Attention of the last token of each context, float32 [S, H, D]: see `attention_xla.paged_decode`."""
-    options: dict[str, Any] = dict(dtype=dtype, window=window, soft_cap=soft_cap)
+    options: dict[str, Any] = dict(window=window, soft_cap=soft_cap)
+    q = rotated(q, k_pool)
     if not backend.uses_kernels:
         return attention_xla.paged_decode(q, k_pool, v_pool, tables, context_lens, **options)
-    arguments = (q, from_storage(k_pool, dtype), from_storage(v_pool, dtype), tables, context_lens)
+    (k_data, k_scale), (v_data, v_scale) = device_arrays(k_pool), device_arrays(v_pool)
+    arguments = (q, k_data, v_data, tables, context_lens)
+    options["dtype"] = k_pool.dtype
     if backend.name == "mosaic":
         from jpaged.pallas import decode_mosaic
 
@@ -161,7 +168,8 @@ def paged_decode(
         from jpaged.pallas import decode_jax_triton
 
         return decode_jax_triton.paged_decode_jax_triton(*arguments, **options)
-    return pallas_decode.paged_decode(*arguments, **options, interpret=backend.interpret)
+    options |= dict(k_scale=k_scale, v_scale=v_scale, interpret=backend.interpret)
+    return pallas_decode.paged_decode(*arguments, **options)
 
 
 def paged_prefill(
@@ -176,25 +184,26 @@ def paged_prefill(
       num_tokens: T, padding included.
 
     Returns:
-      `attend(q [T, H, D], k_pool, v_pool, *, dtype, window=None, soft_cap=None) -> float32 [T, H, D]`.
+      `attend(q [T, H, D], k_pool, v_pool, *, window=None, soft_cap=None) -> float32 [T, H, D]`.
       Rows of padding tokens hold finite values of no meaning.
     """
     tiles = None if backend.uses_kernels else attention_xla.query_tiles(query_start, context_lens, num_tokens)
 
     def attend(
         q: jax.Array,
-        k_pool: jax.Array,
-        v_pool: jax.Array,
+        k_pool: Pool,
+        v_pool: Pool,
         *,
-        dtype: str,
         window: int | None = None,
         soft_cap: float | None = None,
     ) -> jax.Array:
-        options: dict[str, Any] = dict(dtype=dtype, window=window, soft_cap=soft_cap)
+        options: dict[str, Any] = dict(window=window, soft_cap=soft_cap)
+        q = rotated(q, k_pool)
         if tiles is not None:
             return attention_xla.paged_prefill(q, k_pool, v_pool, tables, tiles, **options)
-        k_pool, v_pool = from_storage(k_pool, dtype), from_storage(v_pool, dtype)
+        (k_data, k_scale), (v_data, v_scale) = device_arrays(k_pool), device_arrays(v_pool)
+        options |= dict(dtype=k_pool.dtype, k_scale=k_scale, v_scale=v_scale)
         options |= dict(capability=backend.capability, interpret=backend.interpret)
-        return pallas_prefill.paged_prefill(q, k_pool, v_pool, tables, query_start, context_lens, **options)
+        return pallas_prefill.paged_prefill(q, k_data, v_data, tables, query_start, context_lens, **options)
 
     return attend

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jpaged.kv_cache import from_storage
+from jpaged.kv_cache import Pool, decode_scale, decode_values
 
 CONTEXT_TILE = 128  # tokens of context per iteration
 QUERY_TILE = 16  # tokens of one sequence that share a gather of K and V
@@ -83,12 +83,11 @@ def query_tiles(query_start: jax.Array, context_lens: jax.Array, num_tokens: int
 
 def paged_prefill(
     q: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
+    k_pool: Pool,
+    v_pool: Pool,
     tables: jax.Array,
     tiles: QueryTiles,
     *,
-    dtype: str,
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> jax.Array:
@@ -102,7 +101,6 @@ def paged_prefill(
         v_pool,
         tables[tiles.sequence],
         tiles.position,
-        dtype=dtype,
         window=window,
         soft_cap=soft_cap,
     )
@@ -111,12 +109,11 @@ def paged_prefill(
 
 def paged_decode(
     q: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
+    k_pool: Pool,
+    v_pool: Pool,
     tables: jax.Array,
     context_lens: jax.Array,
     *,
-    dtype: str,
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> jax.Array:
@@ -130,7 +127,6 @@ def paged_decode(
         v_pool,
         tables,
         context_lens[:, None] - 1,
-        dtype=dtype,
         window=window,
         soft_cap=soft_cap,
     )
@@ -139,12 +135,11 @@ def paged_decode(
 
 def attend_tiles(
     q: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
+    k_pool: Pool,
+    v_pool: Pool,
     tables: jax.Array,
     positions: jax.Array,
     *,
-    dtype: str,
     window: int | None,
     soft_cap: float | None,
 ) -> jax.Array:
@@ -152,11 +147,11 @@ def attend_tiles(
 
     Args:
       q: float32 [B, Q, H, D].
-      k_pool, v_pool: [N, K, P, D] as stored; slots past a tile's last position may hold anything,
-        NaN included.
+      k_pool, v_pool: of one layer; slots past a tile's last position may hold anything, NaN included.
+        Products have operands of the pools' dtype, sums are float32. The scale of a quantized key is
+        applied to its scores, that of a value to its weights.
       tables: int32 [B, M], valid block ids wherever a position is reached.
       positions: int32 [B, Q]; a query sees positions 0 to its own; -1 sees nothing and gives 0.
-      dtype: of the values in the pool; products have operands of this dtype, sums are float32.
       window: a query sees itself and the `window - 1` positions before it.
       soft_cap: scores become `soft_cap * tanh(score / soft_cap)`.
 
@@ -165,7 +160,7 @@ def attend_tiles(
     """
     num_tiles, num_queries = positions.shape
     size = _GROUP_DECODE if num_queries == 1 else _GROUP_PREFILL
-    tables = _pad_to_multiple(tables, 1, max(1, CONTEXT_TILE // k_pool.shape[2]), 0)
+    tables = _pad_to_multiple(tables, 1, max(1, CONTEXT_TILE // k_pool.block_size), 0)
 
     def grouped(x: jax.Array, fill: int) -> jax.Array:
         x = _pad_to_multiple(x, 0, size, fill)
@@ -173,7 +168,7 @@ def attend_tiles(
 
     out = lax.map(
         lambda group: _attend_group(
-            group[0], group[1], group[2], k_pool, v_pool, dtype=dtype, window=window, soft_cap=soft_cap
+            group[0], group[1], group[2], k_pool, v_pool, window=window, soft_cap=soft_cap
         ),
         (grouped(q, 0), grouped(tables, 0), grouped(positions, -1)),
     )
@@ -184,16 +179,15 @@ def _attend_group(
     q: jax.Array,
     tables: jax.Array,
     positions: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
+    k_pool: Pool,
+    v_pool: Pool,
     *,
-    dtype: str,
     window: int | None,
     soft_cap: float | None,
 ) -> jax.Array:
     """`attend_tiles` of one group: q [B, Q, H, D], tables [B, M], positions [B, Q]."""
     B, Q, H, D = q.shape
-    _, K, P, _ = k_pool.shape
+    K, P, dtype = k_pool.num_heads, k_pool.block_size, k_pool.dtype
     G = H // K
     tile_blocks = max(1, CONTEXT_TILE // P)
     tile_len = tile_blocks * P
@@ -207,16 +201,23 @@ def _attend_group(
     q = q.reshape(B, Q, K, G, D).transpose(0, 2, 1, 3, 4).reshape(B, K, Q * G, D)
     row_position = jnp.repeat(positions, G, axis=1)  # [B, Q * G]
 
-    def load(pool: jax.Array, tile: jax.Array) -> jax.Array:
+    def load(entries: jax.Array, tile: jax.Array) -> jax.Array:
         ids = lax.dynamic_slice_in_dim(tables, tile * tile_blocks, tile_blocks, axis=1)
-        return pool.at[ids].get(mode="promise_in_bounds")  # [B, tile_blocks, K, P, D]
+        return entries.at[ids].get(mode="promise_in_bounds")  # [B, tile_blocks, K, P, ..]
+
+    def scales(pool: Pool, tile: jax.Array) -> jax.Array:
+        scale = decode_scale(load(pool.scale, tile))  # [B, tile_blocks, K, P]
+        return scale.transpose(0, 2, 1, 3).reshape(B, K, 1, tile_len)
 
     def step(tile: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple:
         top, total, acc = carry
         key_position = tile * tile_len + jnp.arange(tile_len, dtype=jnp.int32)  # [tile_len]
         # Keys are turned while they are gathered: a product over the last axis of both is slow.
-        keys = load(k_pool, tile).transpose(0, 2, 4, 1, 3).reshape(B, K, D, tile_len)
-        scores = product("bkqd,bkdt->bkqt", q, from_storage(keys, dtype))
+        keys = decode_values(load(k_pool.data, tile), k_pool.format, dtype)
+        keys = keys.transpose(0, 2, 4, 1, 3).reshape(B, K, D, tile_len)
+        scores = product("bkqd,bkdt->bkqt", q, keys)
+        if k_pool.scale is not None:
+            scores *= scales(k_pool, tile)
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         seen = key_position[None, None, :] <= row_position[:, :, None]  # [B, Q * G, tile_len]
@@ -226,11 +227,15 @@ def _attend_group(
         new_top = jnp.maximum(top, jnp.max(scores, axis=-1))  # [B, K, Q * G]
         weights = jnp.exp(scores - new_top[..., None])
         keep = jnp.exp(top - new_top)
-        values = load(v_pool, tile).transpose(0, 2, 1, 3, 4).reshape(B, K, tile_len, D)
+        total = total * keep + jnp.sum(weights, axis=-1)
+        values = decode_values(load(v_pool.data, tile), v_pool.format, dtype)
+        values = values.transpose(0, 2, 1, 3, 4).reshape(B, K, tile_len, D)
         written = key_position[None, :] <= last[:, None]  # [B, tile_len]
         values = jnp.where(written[:, None, :, None], values, jnp.zeros((), values.dtype))
-        update = product("bkqt,bktd->bkqd", weights.astype(dtype), from_storage(values, dtype))
-        return new_top, total * keep + jnp.sum(weights, axis=-1), acc * keep[..., None] + update
+        if v_pool.scale is not None:
+            weights *= jnp.where(written[:, None, None], scales(v_pool, tile), 0)
+        update = product("bkqt,bktd->bkqd", weights.astype(dtype), values)
+        return new_top, total, acc * keep[..., None] + update
 
     begin = 0 if window is None else jnp.maximum(_first_seen(positions, window), 0) // tile_len
     end = (jnp.max(last) + tile_len) // tile_len

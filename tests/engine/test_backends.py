@@ -17,7 +17,7 @@ from jpaged.engine import engine as engine_module
 from jpaged.engine.engine import Engine, _sizes_on_device
 from jpaged.engine.runner import temporary_bytes
 from jpaged.engine.sizing import resolve_sizes
-from jpaged.kv_cache import bytes_per_block
+from jpaged.kv_cache import KVLayout, bytes_per_block
 from jpaged.ops.attention import Backend, resolve_backend
 from jpaged.sampling_params import SamplingParams
 
@@ -60,9 +60,9 @@ class FakeDevice:
 
 def resolve(monkeypatch, choice, device, config: ModelConfig | None = None, **options) -> Backend:
     monkeypatch.setattr(jax, "devices", lambda: [device])
-    return resolve_backend(
-        choice, config or tiny_config(head_dim=64), **(dict(block_size=16, dtype="bfloat16") | options)
-    )
+    config = config or tiny_config(head_dim=64)
+    layout = KVLayout.of(config, options.pop("dtype", "bfloat16"), options.pop("kv_cache_dtype", "auto"))
+    return resolve_backend(choice, config, **(dict(block_size=16, layout=layout) | options))
 
 
 @pytest.mark.parametrize(
@@ -131,13 +131,13 @@ def test_a_gpus_pool_leaves_room_for_weights_row_state_and_temporaries(model, mo
     def blocks(limit: int) -> int:
         device = types.SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": limit})
         monkeypatch.setattr(jax, "devices", lambda: [device])
-        return _sizes_on_device(config, options, params, Backend("xla")).num_kv_blocks
+        return _sizes_on_device(config, options, params, KVLayout.of(config, "float32"), Backend("xla")).num_kv_blocks
 
     temporaries = 1_000_000
     monkeypatch.setattr(engine_module, "temporary_bytes", lambda *arguments, **named: temporaries)
     state = jax.eval_shape(lambda: init_row_state(64, config.vocab_size))
     fixed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, state)))
-    block = bytes_per_block(config, 16, "float32")
+    block = bytes_per_block(config, 16, KVLayout.of(config, "float32"))
     exact = (fixed + temporaries + 40 * block) / 0.9
     assert [blocks(int(exact) - 1), blocks(int(exact) + 2)] == [39, 40]
     assert not caplog.records
@@ -148,6 +148,8 @@ def test_a_gpus_pool_leaves_room_for_weights_row_state_and_temporaries(model, mo
 def test_temporaries_are_those_of_a_compiled_step(model):
     config, _ = model
     options = EngineConfig(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=32, num_kv_blocks=4)
-    sizes = resolve_sizes(config, options, dtype="float32", platform="cpu", pool_bytes=None)
-    found = temporary_bytes(config, sizes, dtype="float32", platform="cpu", backend=Backend("xla"))
+    sizes = resolve_sizes(config, options, layout=KVLayout.of(config, "float32"), platform="cpu", pool_bytes=None)
+    found = temporary_bytes(
+        config, sizes, layout=KVLayout.of(config, "float32"), platform="cpu", backend=Backend("xla")
+    )
     assert found > 16 * config.hidden_size * 4  # more than one activation

@@ -6,6 +6,7 @@ The reference is one request at a time, in float32, with a large pool and no chu
 from __future__ import annotations
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from conftest import tiny_config, tiny_params
@@ -138,20 +139,22 @@ def test_sliding_windows_change_no_id_under_any_schedule(prompts, window):
 
 def poison(engine: Engine, value: float = np.nan) -> None:
     """Fills every slot of the pool, the null block included, with `value`."""
-    cache = engine.runner.cache
 
-    def fill(pool):
-        filled = np.full(pool.shape, value, cache.dtype)
-        return jax.numpy.asarray(filled.view(pool.dtype) if pool.dtype != filled.dtype else filled)
+    def fill(array):
+        dtype = {"uint16": ml_dtypes.bfloat16, "uint8": ml_dtypes.float8_e4m3fn}.get(str(array.dtype), array.dtype)
+        filled = np.full(array.shape, value if dtype != np.int8 else 99).astype(dtype)
+        return jax.numpy.asarray(filled.view(array.dtype))
 
-    engine.runner.cache = cache.replace(k=tuple(map(fill, cache.k)), v=tuple(map(fill, cache.v)))
+    engine.runner.cache = jax.tree.map(fill, engine.runner.cache)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_what_unused_slots_hold_never_leaks(config, params, prompts, reference, value):
-    engine = engine_of(config, params, num_kv_blocks=40)
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "bfloat16", "int8", "fp8_e4m3", "int4"])
+def test_what_unused_slots_hold_never_leaks(config, params, prompts, value, kv_cache_dtype):
+    expected = ids(run(engine_of(config, params, num_kv_blocks=40, kv_cache_dtype=kv_cache_dtype), prompts))
+    engine = engine_of(config, params, num_kv_blocks=40, kv_cache_dtype=kv_cache_dtype)
     poison(engine, value)
-    assert ids(run(engine, prompts)) == reference
+    assert ids(run(engine, prompts)) == expected
 
 
 # ---------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def after_donation(engine: Engine, patch: pytest.MonkeyPatch) -> None:
         given = runner.cache, runner.state
         real(*args)
         runner.cache, runner.state = given
-        assert runner.cache.k[0].is_deleted() and runner.state.last_token.is_deleted()
+        assert runner.cache.k[0].data.is_deleted() and runner.state.last_token.is_deleted()
         raise Broken
 
     fail_once(runner, "_dispatch", patch, broken)
@@ -236,7 +236,7 @@ def test_the_old_pools_are_gone_before_new_ones_are_made(config, params, monkeyp
     add_all(engine)
     for _ in range(3):
         engine.step()
-    shape = engine.runner.cache.k[0].shape
+    shape = engine.runner.cache.k[0].data.shape
     gc.collect()
     others = pools_alive(shape) - 2 * config.num_layers
     make, alive = runner_module.init_kv_cache, []

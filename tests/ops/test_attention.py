@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import decode_of, make_case, prefill_of, quantized_case
+from attention_cases import decode_of, make_case, prefill_of
 
 from jpaged.ops.attention import Backend
 from jpaged.pallas import decode as pallas_decode
-from jpaged.pallas import prefill as pallas_prefill
 
 BACKENDS = {"xla": Backend("xla"), "pallas": Backend("pallas_interpret")}
 DECODE = {name: decode_of(backend) for name, backend in BACKENDS.items()}
@@ -55,9 +53,9 @@ class TestDecode:
         out = case.run_decode(DECODE[implementation])
         case.check([row[None][:queries] for row, (_, queries) in zip(out, case.lens, strict=True)])
 
-    @pytest.mark.parametrize(("dtype", "stored"), [("bfloat16", "uint16"), ("float16", "uint16")])
-    def test_pools_of_16_bits(self, implementation, dtype, stored):
-        case = make_case(DECODE_LENS, dtype=dtype, stored=stored, group=3, window=40)
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_pools_of_16_bits(self, implementation, dtype):
+        case = make_case(DECODE_LENS, dtype=dtype, group=3, window=40)
         out = case.run_decode(DECODE[implementation])
         case.check([row[None][:queries] for row, (_, queries) in zip(out, case.lens, strict=True)])
 
@@ -101,9 +99,9 @@ class TestPrefill:
         case.check(got)
         assert np.isfinite(padding).all()
 
-    @pytest.mark.parametrize(("dtype", "stored"), [("bfloat16", "uint16"), ("bfloat16", "bfloat16")])
-    def test_pools_of_16_bits(self, implementation, dtype, stored):
-        case = make_case(PREFILL_LENS, dtype=dtype, stored=stored, group=3, window=40)
+    @pytest.mark.parametrize("platform", ["cpu", "gpu"])
+    def test_pools_of_16_bits(self, implementation, platform):
+        case = make_case(PREFILL_LENS, dtype="bfloat16", platform=platform, group=3, window=40)
         case.check(case.run_prefill(PREFILL[implementation], padding=13)[0])
 
     def test_block_sizes(self, implementation):
@@ -153,47 +151,28 @@ class TestPrefill:
             np.testing.assert_allclose(np.asarray(alone)[0], whole[index], rtol=0, atol=1e-6 * scale)
 
 
-QUANTIZED = [("int8", "float32", 90), ("float8_e4m3fn", "bfloat16", 90), ("float8_e4m3fn", "float32", 80)]
+QUANTIZED = [("int8", "float32", 90), ("fp8_e4m3", "bfloat16", 90), ("fp8_e4m3", "float32", 80), ("int4", "bfloat16", 80)]
+QUANTIZED_SHAPES = [(3, 64), (2, 80), (4, 96), (2, 128)]  # (group, head_dim)
 
 
-@pytest.mark.parametrize(("kind", "dtype", "capability"), QUANTIZED)
+@on_every_implementation
+@pytest.mark.parametrize(("format", "dtype", "capability"), QUANTIZED)
 class TestQuantizedPools:
-    """Pools of 8 bits: the reference is dense attention over the values that are stored."""
+    """The reference is dense attention over the values that are stored."""
 
-    def test_decode(self, kind, dtype, capability):
+    @pytest.mark.parametrize(("group", "head_dim"), QUANTIZED_SHAPES)
+    def test_decode(self, implementation, format, dtype, capability, group, head_dim):
         lens = [(n, min(n, 1)) for n in (0, 1, 16, 17, 130, 600)]
-        case, scales = quantized_case(lens, kind, dtype=dtype, group=3)
-        q = np.stack([own[0] if len(own) else np.full(own.shape[1:], np.nan, np.float32) for own in case.q])
-        out = pallas_decode.paged_decode(
-            q,
-            jnp.asarray(case.k_pool),
-            jnp.asarray(case.v_pool),
-            case.tables,
-            np.array([n for n, _ in lens], np.int32),
-            capability=capability,
-            interpret=True,
-            **scales,
-            **case.options(),
-        )
-        case.check([row[None][:queries] for row, (_, queries) in zip(np.asarray(out), lens, strict=True)])
+        case = make_case(lens, format=format, dtype=dtype, group=group, head_dim=head_dim)
+        backend = dataclasses.replace(BACKENDS[implementation], capability=capability)
+        out = case.run_decode(decode_of(backend))
+        case.check([row[None][:queries] for row, (_, queries) in zip(out, lens, strict=True)])
 
-    def test_prefill(self, kind, dtype, capability):
+    def test_prefill(self, implementation, format, dtype, capability):
         lens = [(17, 17), (600, 1), (0, 0), (130, 45)]
-        case, scales = quantized_case(lens, kind, dtype=dtype, group=2, window=40)
-        start = np.concatenate([[0], np.cumsum([queries for _, queries in lens])]).astype(np.int32)
-        out = pallas_prefill.paged_prefill(
-            np.concatenate(case.q),
-            jnp.asarray(case.k_pool),
-            jnp.asarray(case.v_pool),
-            case.tables,
-            start,
-            np.array([n for n, _ in lens], np.int32),
-            capability=capability,
-            interpret=True,
-            **scales,
-            **case.options(),
-        )
-        case.check(np.split(np.asarray(out), start[1:-1]))
+        case = make_case(lens, format=format, dtype=dtype, group=2, window=40)
+        backend = dataclasses.replace(BACKENDS[implementation], capability=capability)
+        case.check(case.run_prefill(prefill_of(backend))[0])
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,8 +17,13 @@ def check(lens: list[int], tuning: Tuning, **options) -> None:
     case = make_case([(n, min(n, 1)) for n in lens], kv_heads=1, **options)
     for table, length in zip(case.tables, lens, strict=True):
         table[-(-length // 16) :] = 10**6  # no block of the pool: to copy it would raise
-    case.k_pool, case.v_pool = (jnp.asarray(pool) for pool in (case.k_pool, case.v_pool))
-    out = case.run_decode(functools.partial(paged_decode_mosaic, tuning=tuning, interpret=True))
+
+    def decode(q, k_pool, v_pool, *arguments, **options):
+        pools = (jnp.asarray(pool.data) for pool in (k_pool, v_pool))
+        options |= dict(dtype=k_pool.dtype, tuning=tuning, interpret=True)
+        return paged_decode_mosaic(q, *pools, *arguments, **options)
+
+    out = case.run_decode(decode)
     case.check([row[None][: min(n, 1)] for row, n in zip(out, lens, strict=True)])
     for row, length in zip(out, lens, strict=True):
         assert np.array_equal(row, np.zeros_like(row)) == (length == 0)
@@ -37,7 +40,7 @@ def test_windows_and_soft_caps():
         group=1,
         head_dim=128,
         dtype="bfloat16",
-        stored="bfloat16",
+        platform="gpu",
         window=40,
         soft_cap=8.0,
     )
