@@ -44,17 +44,19 @@ class KVLayout:
     def of(
         cls, config: ModelConfig, dtype: str, kv_cache_dtype: str = "auto", skip_layers: tuple[int, ...] = ()
     ) -> KVLayout:
-        """The layout that `EngineConfig`'s fields of these names ask for; `auto` is `dtype`.
+        """The layout that `EngineConfig`'s fields of these names ask for.
+
+        `auto` is `dtype`. `int4` is that of the values; keys, which bear it badly, are int8 then.
 
         Raises:
-          ValueError: a layer to skip is not there, or head_dim cannot be packed.
+          ValueError: a layer to skip is not there.
         """
         kv_cache_dtype = dtype if kv_cache_dtype == "auto" else kv_cache_dtype
         for layer in skip_layers:
             if layer not in range(config.num_layers):
                 raise ValueError(f"kv_cache_skip_layers has {layer}; the model has {config.num_layers} layers")
         formats = tuple(dtype if i in skip_layers else kv_cache_dtype for i in range(config.num_layers))
-        return cls(dtype, k=formats, v=formats)
+        return cls(dtype, k=tuple("int8" if f == "int4" else f for f in formats), v=formats)
 
 
 @struct.dataclass
@@ -68,12 +70,14 @@ class Pool:
       scale: bfloat16 [N, K, P] of a quantized format, stored as `data` is; else `None`.
       format: a dtype name, or one of `LARGEST`.
       dtype: of the values as operands of products.
+      is_rotated: whether what is stored was turned by `rotate`.
     """
 
     data: jax.Array
     scale: jax.Array | None
     format: str = struct.field(pytree_node=False)
     dtype: str = struct.field(pytree_node=False)
+    is_rotated: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def num_heads(self) -> int:
@@ -111,15 +115,18 @@ def init_kv_cache(
 ) -> KVCache:
     """Zeroed pools of `num_blocks` blocks, the null block included."""
 
-    def pool(format: str) -> Pool:
+    def pool(format: str, is_rotated: bool) -> Pool:
         dtype, count = _entry(format, config.head_dim)
         shape = (num_blocks, config.num_kv_heads, block_size)
         data = jnp.zeros((*shape, count), storage_dtype(dtype, platform))
         quantized = format in LARGEST
         scale = jnp.zeros(shape, storage_dtype(SCALE_DTYPE, platform)) if quantized else None
-        return Pool(data, scale, format, layout.dtype if quantized else format)
+        return Pool(data, scale, format, layout.dtype if quantized else format, is_rotated)
 
-    return KVCache(k=tuple(map(pool, layout.k)), v=tuple(map(pool, layout.v)))
+    return KVCache(
+        k=tuple(pool(format, format in LARGEST) for format in layout.k),
+        v=tuple(pool(format, format == "int4") for format in layout.v),
+    )
 
 
 def bytes_per_token(config: ModelConfig, layout: KVLayout) -> int:
@@ -208,14 +215,14 @@ def device_arrays(pool: Pool) -> tuple[jax.Array, jax.Array | None]:
     return _from_storage(pool.data, _entry(pool.format, 0)[0]), scale
 
 
-def rotated(x: jax.Array, k_pool: Pool) -> jax.Array:
-    """Queries or keys [..., D] as the products of a pool of keys want them.
+def rotate(x: jax.Array, pool: Pool) -> jax.Array:
+    """[..., D] turned by a Hadamard matrix if the pool holds such; twice gives it back.
 
-    Quantized keys are stored rotated by a Hadamard matrix, which spreads a channel that is larger than all
-    others over the whole head (Ashkboos et al., QuaRot, 2024); rotated queries have the same products
-    with them.
+    It spreads a channel that is larger than all others over the whole head (Ashkboos et al., QuaRot,
+    2024). Rotated queries have the same products with rotated keys, and a sum of rotated values is
+    turned back.
     """
-    if k_pool.scale is None:
+    if not pool.is_rotated:
         return x
     return jnp.dot(x.astype(jnp.float32), hadamard(x.shape[-1]), precision=lax.Precision.HIGHEST)
 
@@ -249,10 +256,10 @@ def write_kv(
     def write(pool: Pool, x: jax.Array) -> Pool:
         if pool.scale is None:
             return pool.replace(data=put(pool.data, x.astype(pool.format)))
-        entries, scale = quantize(x, pool.format)
+        entries, scale = quantize(rotate(x, pool), pool.format)
         return pool.replace(data=put(pool.data, entries), scale=put(pool.scale, scale))
 
-    return write(k_pool, rotated(k, k_pool)), write(v_pool, v)
+    return write(k_pool, k), write(v_pool, v)
 
 
 def copy_blocks(cache: KVCache, source: jax.Array, target: jax.Array) -> KVCache:

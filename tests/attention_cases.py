@@ -166,7 +166,7 @@ def make_case(
     """
     rng = np.random.default_rng(seed)
     value_type = DTYPES[dtype]
-    store = functools.partial(_stored, format=format or dtype, dtype=dtype, platform=platform)
+    store = functools.partial(_stored, dtype=dtype, platform=platform)
     counts = [-(-context // block_size) for context, _ in lens]
     width = width or max(counts) + 2
     num_blocks = sum(counts) + 4
@@ -195,7 +195,9 @@ def make_case(
             (queries, kv_heads * group, head_dim)
         )
         q.append(query.astype(value_type).astype(np.float32))
-    (k_pool, k_meant), (v_pool, v_meant) = store(k_pool, is_key=True), store(v_pool, is_key=False)
+    format = format or dtype
+    k_pool, k_meant = store(k_pool, format="int8" if format == "int4" else format, rotated=format not in DTYPES)
+    v_pool, v_meant = store(v_pool, format=format, rotated=format == "int4")
 
     def contexts(meant: np.ndarray) -> list[np.ndarray]:
         slots = [np.arange(context) for context, _ in lens]
@@ -206,7 +208,7 @@ def make_case(
 
 
 def _stored(
-    values: np.ndarray, *, format: str, dtype: str, platform: str, is_key: bool
+    values: np.ndarray, *, format: str, dtype: str, platform: str, rotated: bool
 ) -> tuple[Pool, np.ndarray]:
     """A pool [N, K, P, D] in a format, and the values float32 that its entries mean.
 
@@ -219,7 +221,7 @@ def _stored(
         return Pool(data, None, format, dtype), stored.astype(np.float32)
     poisoned = ~np.isfinite(values).all(axis=-1)
     known = np.where(poisoned[..., None], 0, values.astype(np.float32))
-    rotation = hadamard(values.shape[-1]) if is_key else np.eye(values.shape[-1])
+    rotation = hadamard(values.shape[-1]) if rotated else np.eye(values.shape[-1])
     known = known @ rotation
     largest = {"int8": 127, "fp8_e4m3": 448, "int4": 7}[format]
     scale = (np.abs(known).max(axis=-1) / largest).astype(ml_dtypes.bfloat16)
@@ -237,11 +239,11 @@ def _stored(
     if format == "int4":
         low, high = np.split(data.view(np.uint8), 2, axis=-1)
         data = low % 16 + 16 * (high % 16)
-    return Pool(data, scale.view(storage_dtype(scale.dtype, platform)), format, dtype), meant
+    return Pool(data, scale.view(storage_dtype(scale.dtype, platform)), format, dtype, rotated), meant
 
 
 def hadamard(head_dim: int) -> np.ndarray:
-    """The rotation of quantized keys [D, D]: Sylvester's matrix, as many times as it fits head_dim."""
+    """The rotation of quantized pools [D, D]: Sylvester's matrix, as many times as it fits head_dim."""
     size = head_dim & -head_dim
     matrix = np.ones((1, 1))
     while len(matrix) < size:

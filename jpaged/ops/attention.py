@@ -16,7 +16,7 @@ import jax
 
 from jpaged import kv_cache
 from jpaged.config import ModelConfig
-from jpaged.kv_cache import LARGEST, KVLayout, Pool, device_arrays, rotated
+from jpaged.kv_cache import LARGEST, KVLayout, Pool, device_arrays, rotate
 from jpaged.ops import attention_xla
 from jpaged.pallas import decode as pallas_decode
 from jpaged.pallas import prefill as pallas_prefill
@@ -153,9 +153,10 @@ def paged_decode(
 ) -> jax.Array:
     """Attention of the last token of each context, float32 [S, H, D]: see `attention_xla.paged_decode`."""
     options: dict[str, Any] = dict(window=window, soft_cap=soft_cap)
-    q = rotated(q, k_pool)
+    q = rotate(q, k_pool)
     if not backend.uses_kernels:
-        return attention_xla.paged_decode(q, k_pool, v_pool, tables, context_lens, **options)
+        out = attention_xla.paged_decode(q, k_pool, v_pool, tables, context_lens, **options)
+        return rotate(out, v_pool)
     (k_data, k_scale), (v_data, v_scale) = device_arrays(k_pool), device_arrays(v_pool)
     arguments = (q, k_data, v_data, tables, context_lens)
     options["dtype"] = k_pool.dtype
@@ -169,7 +170,7 @@ def paged_decode(
 
         return decode_jax_triton.paged_decode_jax_triton(*arguments, **options)
     options |= dict(k_scale=k_scale, v_scale=v_scale, interpret=backend.interpret)
-    return pallas_decode.paged_decode(*arguments, **options)
+    return rotate(pallas_decode.paged_decode(*arguments, **options), v_pool)
 
 
 def paged_prefill(
@@ -198,12 +199,14 @@ def paged_prefill(
         soft_cap: float | None = None,
     ) -> jax.Array:
         options: dict[str, Any] = dict(window=window, soft_cap=soft_cap)
-        q = rotated(q, k_pool)
+        q = rotate(q, k_pool)
         if tiles is not None:
-            return attention_xla.paged_prefill(q, k_pool, v_pool, tables, tiles, **options)
+            out = attention_xla.paged_prefill(q, k_pool, v_pool, tables, tiles, **options)
+            return rotate(out, v_pool)
         (k_data, k_scale), (v_data, v_scale) = device_arrays(k_pool), device_arrays(v_pool)
         options |= dict(dtype=k_pool.dtype, k_scale=k_scale, v_scale=v_scale)
         options |= dict(capability=backend.capability, interpret=backend.interpret)
-        return pallas_prefill.paged_prefill(q, k_data, v_data, tables, query_start, context_lens, **options)
+        sequences = tables, query_start, context_lens
+        return rotate(pallas_prefill.paged_prefill(q, k_data, v_data, *sequences, **options), v_pool)
 
     return attend
