@@ -1,12 +1,14 @@
 """What the attention kernels share: argument checks, loads from the pool, and one softmax step.
 
-Tiles are padded in registers, never in the pool: a head_dim that is no power of two is cut into
-parts that are (80 = 64 + 16), because that is what a Triton tile can hold.
+Tiles are padded in registers, never in the pool: a Triton tile holds a power of two, so a head_dim that
+is none (80) is loaded as the next one that is (128), and what is past its end is masked: no memory is
+read there.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -57,27 +59,23 @@ class Attention:
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """(offset, size) of the powers of two that make up head_dim, largest first.
+        """(offset, size) of the columns that are loaded together; the last part may overhang head_dim.
 
         Float32 products run without tensor cores, and each thread holds whole rows of its operands:
         parts of 32 keep those in registers.
         """
-        return split_powers(self.head_dim, 32 if self.dtype == "float32" else 256)
+        size = 32 if self.dtype == "float32" else 1 << (self.head_dim - 1).bit_length()
+        return tuple((offset, size) for offset in range(0, self.head_dim, size))
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the last part overhangs head_dim."""
+        return sum(self.parts[-1]) > self.head_dim
 
     @property
     def precision(self) -> lax.Precision | None:
         # A float32 product on a GPU is tf32 unless asked otherwise.
         return lax.Precision.HIGHEST if self.dtype == "float32" else None
-
-
-def split_powers(size: int, most: int = 256) -> tuple[tuple[int, int], ...]:
-    """Cuts `size` into powers of two of at most `most`: (offset, size) of each, largest first."""
-    parts, offset = [], 0
-    while offset < size:
-        part = min(most, 1 << ((size - offset).bit_length() - 1))
-        parts.append((offset, part))
-        offset += part
-    return tuple(parts)
 
 
 def check_attention(
@@ -182,7 +180,7 @@ def scale_queries(fixed: Attention, q: jax.Array) -> jax.Array:
 
 def load_queries(fixed: Attention, q_ref, rows: jax.Array) -> list[jax.Array]:
     """Scaled rows of q [X, D]: one [R, part] per part."""
-    return [scale_queries(fixed, q_ref[rows, pl.ds(*part)]) for part in fixed.parts]
+    return [scale_queries(fixed, load_rows(fixed, q_ref, (rows,), part)) for part in fixed.parts]
 
 
 def empty_state(fixed: Attention, rows: int) -> tuple:
@@ -257,12 +255,28 @@ def _product(fixed: Attention, a: jax.Array, b: jax.Array) -> jax.Array:
 
 def _load(fixed: Attention, ref, ids: jax.Array, part: tuple[int, int]) -> jax.Array:
     """[C, part] of the blocks `ids` from [N, P, D], as operands."""
-    x = ref[ids, :, pl.ds(*part)].reshape(ids.shape[0] * fixed.block_size, part[1])
+    token = jnp.arange(fixed.block_size, dtype=jnp.int32)
+    x = load_rows(fixed, ref, (ids[:, None], token[None, :]), part)
+    x = x.reshape(ids.shape[0] * fixed.block_size, part[1])
     if x.dtype == jnp.uint8:  # float8_e4m3fn, for GPUs that have no such type
         return _decode_fp8(x).astype(fixed.dtype)
     if x.dtype == jnp.float8_e4m3fn and fixed.dtype == "float16":
         return x.astype(jnp.float32).astype(fixed.dtype)
     return x.astype(fixed.dtype)
+
+
+def load_rows(
+    fixed: Attention, ref, index: tuple[jax.Array, ...], part: tuple[int, int]
+) -> jax.Array:
+    """[..., part] of an array [..., D] at broadcast indices of its other axes; zeros past D."""
+    offset, size = part
+    column = offset + jnp.arange(size, dtype=jnp.int32)
+    at = ref.at[(*(x[..., None] for x in index), column.reshape((1,) * index[0].ndim + (size,)))]
+    if offset + size <= fixed.head_dim:
+        return triton.load(at)
+    shape = (*jnp.broadcast_shapes(*(x.shape for x in index)), size)
+    mask = jnp.broadcast_to(column < fixed.head_dim, shape)
+    return triton.load(at, mask=mask, other=jnp.zeros((), ref.dtype))
 
 
 def _load_scale(ref, ids: jax.Array) -> jax.Array:
@@ -281,16 +295,17 @@ def store_result(fixed: Attention, ref, rows: jax.Array, state: tuple, mask: jax
     """Stores a state's outcome in the distinct rows [R] whose mask is set; zeros where nothing was seen."""
     _, total, acc = state
     scale = 1 / jnp.where(total > 0, total, 1)
-    for (offset, _), part in zip(fixed.parts, acc, strict=True):
-        store_rows(ref, rows, offset, part * scale[:, None], mask)
+    store_rows(fixed, ref, rows, [part * scale[:, None] for part in acc], mask)
 
 
-def store_rows(ref, rows: jax.Array, offset: int, values: jax.Array, mask: jax.Array) -> None:
-    """Stores values [R, X] at columns from `offset` of the distinct rows [R] whose mask is set."""
-    columns = offset + jnp.arange(values.shape[1], dtype=jnp.int32)
-    triton.store(
-        ref.at[rows[:, None], columns[None, :]], values, mask=jnp.broadcast_to(mask[:, None], values.shape)
-    )
+def store_rows(fixed: Attention, ref, rows: jax.Array, values: Sequence[jax.Array], mask: jax.Array) -> None:
+    """Stores values, [R, part] per part, in the distinct rows [R] of [X, D] whose mask is set."""
+    for (offset, size), part in zip(fixed.parts, values, strict=True):
+        column = offset + jnp.arange(size, dtype=jnp.int32)
+        stored = mask[:, None]
+        if offset + size > fixed.head_dim:
+            stored &= (column < fixed.head_dim)[None, :]
+        triton.store(ref.at[rows[:, None], column[None, :]], part, mask=jnp.broadcast_to(stored, part.shape))
 
 
 def context_ranges(fixed: Attention, tuning: Any, length: jax.Array) -> tuple[Any, jax.Array, jax.Array]:

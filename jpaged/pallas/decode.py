@@ -23,6 +23,7 @@ from jpaged.pallas.common import (
     context_ranges,
     empty_state,
     load_queries,
+    load_rows,
     pool_specs,
     softmax_step,
     store_result,
@@ -62,7 +63,8 @@ def default_tuning(fixed: Attention) -> Tuning:
         tile_blocks=max(1, (32 if large else 64) // fixed.block_size),
         split_blocks=512 // fixed.block_size,
         max_splits=16,
-        num_warps=4,
+        # A block of 64 columns of 8 bits is 16 bytes for each thread of two warps.
+        num_warps=2 if fixed.quantized and fixed.head_dim == 64 else 4,
         num_stages=2 if fixed.dtype == "float32" else 3,
     )
 
@@ -106,8 +108,7 @@ def _split_kernel(*refs, fixed: Attention, tuning: Tuning):
         place = ((sequence * kv_heads + head) * tuning.max_splits + split) * group + row
         triton.store(top_ref.at[place], top, mask=row < group)
         triton.store(total_ref.at[place], total, mask=row < group)
-        for (offset, _), part in zip(fixed.parts, acc, strict=True):
-            store_rows(acc_ref, place, offset, part, row < group)
+        store_rows(fixed, acc_ref, place, acc, row < group)
 
 
 def _merge_kernel(length_ref, acc_ref, top_ref, total_ref, out_ref, *, fixed: Attention, tuning: Tuning):
@@ -123,8 +124,8 @@ def _merge_kernel(length_ref, acc_ref, top_ref, total_ref, out_ref, *, fixed: At
         new_top = jnp.maximum(top, split_top)
         keep, weight = jnp.exp2(top - new_top), jnp.exp2(split_top - new_top)
         merged = tuple(
-            old * keep[:, None] + acc_ref[place, pl.ds(offset, size)] * weight[:, None]
-            for (offset, size), old in zip(fixed.parts, acc, strict=True)
+            old * keep[:, None] + load_rows(fixed, acc_ref, (place,), part) * weight[:, None]
+            for part, old in zip(fixed.parts, acc, strict=True)
         )
         return new_top, total * keep + total_ref[place] * weight, merged
 

@@ -53,16 +53,25 @@ class Tuning:
 
 
 def default_tuning(fixed: Attention) -> Tuning:
-    """The largest tiles whose accumulators stay in registers on every target."""
+    """The largest tiles whose accumulators stay in registers on every target.
+
+    A tile of K or V has at least 16 bytes for each thread, and so is loaded in pieces of no less.
+    """
     wide = fixed.head_dim > 128
     masked = fixed.window is not None or fixed.soft_cap is not None
     warps = 8
-    if fixed.dtype == "float32":
-        rows, tokens, stages = (32, 16, 2) if wide else (64, 32, 2)
+    if fixed.dtype == "float32" and wide:
+        rows, tokens, stages, warps = 16, 16, 2, 4
+    elif fixed.dtype == "float32":
+        rows, tokens, stages = 64, 32, 2
     elif wide and fixed.quantized:
-        rows, tokens, stages, warps = 16, 32, 2, 4
+        rows, tokens, stages, warps = 16, 16, 2, 4
     elif wide:
         rows, tokens, stages = 32 if masked else 64, 32, 2
+    elif fixed.quantized and fixed.head_dim == 64:
+        rows, tokens, stages = 64, 64, 3
+    elif fixed.is_padded and not fixed.quantized:
+        rows, tokens, stages = (32, 32, 3) if fixed.capability < 90 else (64, 32 if masked else 64, 3)
     elif fixed.quantized or masked or fixed.capability < 90:
         rows, tokens, stages = 64, 32, 3
     else:  # products of a whole warpgroup, from Hopper on, need fewer registers

@@ -7,9 +7,10 @@ import functools
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import triton
 
-from jpaged.pallas.common import check_pool_size, split_powers, whole
+from jpaged.pallas.common import check_pool_size, whole
 
 _TILE_VALUES = 2048  # of K, and as many of V, per program
 _NUM_WARPS = 4
@@ -24,6 +25,20 @@ def _kernel(k_ref, v_ref, slot_ref, _k_pool, _v_pool, k_out, v_out, *, rows, blo
     for part in parts:
         k_out[place, pl.ds(*part)] = k_ref[row, pl.ds(*part)].astype(k_out.dtype)
         v_out[place, pl.ds(*part)] = v_ref[row, pl.ds(*part)].astype(v_out.dtype)
+
+
+def _powers(size: int) -> tuple[tuple[int, int], ...]:
+    """Cuts `size` into powers of two: (offset, size) of each, largest first."""
+    parts, offset = [], 0
+    while offset < size:
+        part = 1 << ((size - offset).bit_length() - 1)
+        parts.append((offset, part))
+        offset += part
+    return tuple(parts)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.uint8)
 
 
 def write_kv(
@@ -49,7 +64,11 @@ def write_kv(
     num_tokens, kv_heads, head_dim = k.shape
     block_size = k_pool.shape[2]
     check_pool_size(k_pool)
-    parts = split_powers(head_dim)
+    if k_pool.dtype == jnp.float8_e4m3fn:  # bits are stored: GPUs before Ada have no such type
+        k, v = (_bits(x.astype(k_pool.dtype)) for x in (k, v))
+        out = write_kv(_bits(k_pool), _bits(v_pool), k, v, slots, interpret=interpret)
+        return tuple(lax.bitcast_convert_type(x, k_pool.dtype) for x in out)
+    parts = _powers(head_dim)
     rows = _TILE_VALUES // (1 << (head_dim - 1).bit_length())
     flat = [x.reshape(-1, head_dim) for x in (k, v)]
     pools = [x.reshape(-1, head_dim) for x in (k_pool, v_pool)]
