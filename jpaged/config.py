@@ -13,6 +13,9 @@ from typing import Any, Literal
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16")
 
+LARGEST = {"int8": 127.0, "fp8_e4m3": 448.0, "int4": 7.0}
+"""Quantized formats of the KV cache, and the magnitude that the largest of a token's values is mapped to."""
+
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
 
@@ -340,7 +343,7 @@ _ROPE_FLOATS = (
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", *DTYPES),
-    "kv_cache_dtype": ("auto", *DTYPES, "int8", "fp8_e4m3", "int4"),
+    "kv_cache_dtype": ("auto", *DTYPES, *LARGEST),
     "attention_backend": ("auto", "xla", "pallas", "pallas_interpret", "mosaic", "jax_triton"),
     "prefix_cache": ("radix", "hash", "off"),
     "eviction_policy": ("lru", "lfu", "fifo"),

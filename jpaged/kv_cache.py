@@ -19,10 +19,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from jpaged.config import DTYPES, ModelConfig
-
-LARGEST = {"int8": 127.0, "fp8_e4m3": 448.0, "int4": 7.0}
-"""Quantized formats, and the magnitude that the largest of a token's values is mapped to."""
+from jpaged.config import LARGEST, ModelConfig
 
 SCALE_DTYPE = "bfloat16"
 
@@ -213,6 +210,13 @@ def device_arrays(pool: Pool) -> tuple[jax.Array, jax.Array | None]:
     """Entries and scales in the dtypes that a GPU stores them in: what the kernels take."""
     scale = None if pool.scale is None else _from_storage(pool.scale, SCALE_DTYPE)
     return _from_storage(pool.data, _entry(pool.format, 0)[0]), scale
+
+
+def with_device_arrays(pool: Pool, data: jax.Array, scale: jax.Array | None) -> Pool:
+    """The pool with other entries and scales, given as `device_arrays` has them."""
+    if pool.scale is not None and scale is not None:
+        scale = _to_storage(scale, pool.scale.dtype)
+    return pool.replace(data=_to_storage(data, pool.data.dtype), scale=scale)
 
 
 def rotate(x: jax.Array, pool: Pool) -> jax.Array:

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 
 from jpaged import kv_cache
-from jpaged.config import ModelConfig
-from jpaged.kv_cache import LARGEST, KVLayout, Pool, device_arrays, rotate
+from jpaged.config import LARGEST, ModelConfig
+from jpaged.kv_cache import KVLayout, Pool, device_arrays, rotate, with_device_arrays
 from jpaged.ops import attention_xla
 from jpaged.pallas import decode as pallas_decode
 from jpaged.pallas import prefill as pallas_prefill
@@ -132,12 +132,21 @@ def write_kv(
     slots: jax.Array,
 ) -> tuple[Pool, Pool]:
     """Stores new tokens' K and V: see `kv_cache.write_kv`."""
-    if backend.uses_kernels and k_pool.scale is None and k_pool.data.dtype == k_pool.format:
-        k_data, v_data = pallas_write.write_kv(
-            k_pool.data, v_pool.data, k, v, slots, interpret=backend.interpret
+    if not backend.uses_kernels:
+        return kv_cache.write_kv(k_pool, v_pool, k, v, slots)
+    (k_data, k_scale), (v_data, v_scale) = device_arrays(k_pool), device_arrays(v_pool)
+    if k_scale is None or v_scale is None:
+        k_data, v_data = pallas_write.write_kv(k_data, v_data, k, v, slots, interpret=backend.interpret)
+    else:
+        k_data, v_data, k_scale, v_scale = pallas_write.write_quantized_kv(
+            (k_data, v_data, k_scale, v_scale),
+            rotate(k, k_pool),
+            rotate(v, v_pool),
+            slots,
+            formats=(k_pool.format, v_pool.format),
+            interpret=backend.interpret,
         )
-        return k_pool.replace(data=k_data), v_pool.replace(data=v_data)
-    return kv_cache.write_kv(k_pool, v_pool, k, v, slots)
+    return with_device_arrays(k_pool, k_data, k_scale), with_device_arrays(v_pool, v_data, v_scale)
 
 
 def paged_decode(

@@ -8,7 +8,9 @@ read there.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+import operator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -38,7 +40,8 @@ class Attention:
       head_dim: D.
       block_size: P.
       dtype: of the operands of products.
-      quantized: pools hold 8-bit values, with a scale per token and head beside them.
+      quantized: pools hold values of 8 bits or fewer, with a scale per token and head beside them.
+      packed_values: V's pool has two 4-bit values in a byte, of dimensions i and i + D/2.
       capability: of the GPU, 10 * major + minor.
       window, soft_cap: as in `ops.attention_xla.attend_tiles`.
     """
@@ -48,6 +51,7 @@ class Attention:
     block_size: int
     dtype: str
     quantized: bool
+    packed_values: bool
     capability: int
     window: int | None
     soft_cap: float | None
@@ -64,8 +68,25 @@ class Attention:
         Float32 products run without tensor cores, and each thread holds whole rows of its operands:
         parts of 32 keep those in registers.
         """
-        size = 32 if self.dtype == "float32" else 1 << (self.head_dim - 1).bit_length()
-        return tuple((offset, size) for offset in range(0, self.head_dim, size))
+        return self._cut(self.head_dim)
+
+    @property
+    def value_parts(self) -> tuple[tuple[int, int], ...]:
+        """`parts` of the columns in which V's pool holds a token."""
+        return self._cut(self.head_dim // 2) if self.packed_values else self.parts
+
+    @property
+    def result_parts(self) -> tuple[tuple[int, int, int], ...]:
+        """(offset, size, end) of the columns of each accumulator: those from `end` on are padding."""
+        if not self.packed_values:
+            return tuple((*part, self.head_dim) for part in self.parts)
+        half = self.head_dim // 2
+        both = (((offset, size, half), (half + offset, size, 2 * half)) for offset, size in self.value_parts)
+        return tuple(part for pair in both for part in pair)
+
+    def _cut(self, width: int) -> tuple[tuple[int, int], ...]:
+        size = 32 if self.dtype == "float32" else 1 << (width - 1).bit_length()
+        return tuple((offset, size) for offset in range(0, width, size))
 
     @property
     def is_padded(self) -> bool:
@@ -100,7 +121,14 @@ def check_attention(
     """
     num_heads, head_dim = q.shape[1:]
     num_blocks, kv_heads, block_size, _ = k_pool.shape
-    if k_pool.shape != v_pool.shape or k_pool.dtype != v_pool.dtype or k_pool.shape[3] != head_dim:
+    slots = (num_blocks, kv_heads, block_size)
+    packed_values = k_pool.dtype == jnp.int8 and v_pool.dtype == jnp.uint8
+    value_width = head_dim // 2 if packed_values else head_dim
+    if (
+        k_pool.shape != (*slots, head_dim)
+        or v_pool.shape != (*slots, value_width)
+        or not (packed_values or k_pool.dtype == v_pool.dtype)
+    ):
         raise ValueError(
             f"{k_pool.shape=} {k_pool.dtype=} must match {v_pool.shape=} {v_pool.dtype=} and {head_dim=}"
         )
@@ -117,7 +145,7 @@ def check_attention(
     if str(k_pool.dtype) == "float8_e4m3fn" and capability < MIN_FP8_CAPABILITY:
         pools = [lax.bitcast_convert_type(pool, jnp.uint8) for pool in pools]
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        expected = (num_blocks, kv_heads, block_size) if quantized else None
+        expected = slots if quantized else None
         if (None if scale is None else scale.shape) != expected:
             raise ValueError(f"{name} of a {k_pool.dtype} pool must have the shape {expected}, got {scale}")
         if scale is not None:
@@ -128,6 +156,7 @@ def check_attention(
         block_size=block_size,
         dtype=dtype,
         quantized=quantized,
+        packed_values=packed_values,
         capability=capability,
         window=window,
         soft_cap=soft_cap,
@@ -180,15 +209,15 @@ def scale_queries(fixed: Attention, q: jax.Array) -> jax.Array:
 
 def load_queries(fixed: Attention, q_ref, rows: jax.Array) -> list[jax.Array]:
     """Scaled rows of q [X, D]: one [R, part] per part."""
-    return [scale_queries(fixed, load_rows(fixed, q_ref, (rows,), part)) for part in fixed.parts]
+    return [scale_queries(fixed, load_rows(q_ref, (rows,), *part, fixed.head_dim)) for part in fixed.parts]
 
 
 def empty_state(fixed: Attention, rows: int) -> tuple:
-    """(maximum [R], sum [R], a float32 accumulator [R, part] per part) before the first tile."""
+    """(maximum [R], sum [R], a float32 accumulator [R, part] per result part) before the first tile."""
     return (
         jnp.full((rows,), NEVER, jnp.float32),
         jnp.zeros((rows,), jnp.float32),
-        tuple(jnp.zeros((rows, b), jnp.float32) for _, b in fixed.parts),
+        tuple(jnp.zeros((rows, size), jnp.float32) for _, size, _ in fixed.result_parts),
     )
 
 
@@ -205,7 +234,8 @@ def softmax_step(
     """One tile of context: online softmax in base 2 (Milakov & Gimelshein 2018; Dao et al. 2022).
 
     Args:
-      pool_refs: K and V [N, P, D], then their scales [N, P] where the pool is quantized.
+      pool_refs: K and V [N, P, D], then their scales [N, P] where the pool is quantized; V is
+        [N, P, D/2] where it is packed.
       ids: int32 [X], the blocks of the tile; its C = X * P tokens.
       q: [R, part] per part.
       state: as of `empty_state`; base-2 logarithms.
@@ -215,9 +245,13 @@ def softmax_step(
     """
     k_ref, v_ref, *scale_refs = pool_refs
     top, total, acc = state
-    scores = _product(fixed, q[0], _load(fixed, k_ref, ids, fixed.parts[0]).T)
-    for part, rows in zip(fixed.parts[1:], q[1:], strict=True):
-        scores += _product(fixed, rows, _load(fixed, k_ref, ids, part).T)
+    scores = functools.reduce(
+        operator.add,
+        (
+            _product(fixed, rows, _operands(fixed, _load(fixed, k_ref, ids, *part, fixed.head_dim)).T)
+            for part, rows in zip(fixed.parts, q, strict=True)
+        ),
+    )
     if fixed.quantized:
         scores *= _load_scale(scale_refs[0], ids)[None, :]
     if fixed.soft_cap is None:
@@ -235,8 +269,7 @@ def softmax_step(
         weights *= (scale if written is None else jnp.where(written, scale, 0))[None, :]
     weights = weights.astype(fixed.dtype)
     updated = []
-    for part, old in zip(fixed.parts, acc, strict=True):
-        values = _load(fixed, v_ref, ids, part)
+    for values, old in zip(_load_values(fixed, v_ref, ids), acc, strict=True):
         if written is not None:
             values = jnp.where(written[:, None], values, jnp.zeros((), values.dtype))
         updated.append(old * keep[:, None] + _product(fixed, weights, values))
@@ -253,11 +286,27 @@ def _product(fixed: Attention, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.dot(a, b, precision=fixed.precision, preferred_element_type=jnp.float32)
 
 
-def _load(fixed: Attention, ref, ids: jax.Array, part: tuple[int, int]) -> jax.Array:
-    """[C, part] of the blocks `ids` from [N, P, D], as operands."""
+def _load(fixed: Attention, ref, ids: jax.Array, offset: int, size: int, end: int) -> jax.Array:
+    """[C, size] of the blocks `ids` from [N, P, X]: see `load_rows`."""
     token = jnp.arange(fixed.block_size, dtype=jnp.int32)
-    x = load_rows(fixed, ref, (ids[:, None], token[None, :]), part)
-    x = x.reshape(ids.shape[0] * fixed.block_size, part[1])
+    x = load_rows(ref, (ids[:, None], token[None, :]), offset, size, end)
+    return x.reshape(ids.shape[0] * fixed.block_size, size)
+
+
+def _load_values(fixed: Attention, ref, ids: jax.Array) -> Iterator[jax.Array]:
+    """V's operands [C, part], per result part."""
+    if not fixed.packed_values:
+        for part in fixed.value_parts:
+            yield _operands(fixed, _load(fixed, ref, ids, *part, fixed.head_dim))
+        return
+    for part in fixed.value_parts:
+        x = lax.bitcast_convert_type(_load(fixed, ref, ids, *part, fixed.head_dim // 2), jnp.int8)
+        for low in (lax.shift_left(x, jnp.int8(4)), x):
+            yield lax.shift_right_arithmetic(low, jnp.int8(4)).astype(fixed.dtype)
+
+
+def _operands(fixed: Attention, x: jax.Array) -> jax.Array:
+    """Entries of a pool as operands of products."""
     if x.dtype == jnp.uint8:  # float8_e4m3fn, for GPUs that have no such type
         return _decode_fp8(x).astype(fixed.dtype)
     if x.dtype == jnp.float8_e4m3fn and fixed.dtype == "float16":
@@ -265,17 +314,17 @@ def _load(fixed: Attention, ref, ids: jax.Array, part: tuple[int, int]) -> jax.A
     return x.astype(fixed.dtype)
 
 
-def load_rows(
-    fixed: Attention, ref, index: tuple[jax.Array, ...], part: tuple[int, int]
-) -> jax.Array:
-    """[..., part] of an array [..., D] at broadcast indices of its other axes; zeros past D."""
-    offset, size = part
+def load_rows(ref, index: tuple[jax.Array, ...], offset: int, size: int, end: int) -> jax.Array:
+    """Columns from `offset` [..., size] of an array [..., X] at broadcast indices of its other axes.
+
+    Columns from `end` on are not read; they are zeros.
+    """
     column = offset + jnp.arange(size, dtype=jnp.int32)
     at = ref.at[(*(x[..., None] for x in index), column.reshape((1,) * index[0].ndim + (size,)))]
-    if offset + size <= fixed.head_dim:
+    if offset + size <= end:
         return triton.load(at)
     shape = (*jnp.broadcast_shapes(*(x.shape for x in index)), size)
-    mask = jnp.broadcast_to(column < fixed.head_dim, shape)
+    mask = jnp.broadcast_to(column < end, shape)
     return triton.load(at, mask=mask, other=jnp.zeros((), ref.dtype))
 
 
@@ -299,12 +348,12 @@ def store_result(fixed: Attention, ref, rows: jax.Array, state: tuple, mask: jax
 
 
 def store_rows(fixed: Attention, ref, rows: jax.Array, values: Sequence[jax.Array], mask: jax.Array) -> None:
-    """Stores values, [R, part] per part, in the distinct rows [R] of [X, D] whose mask is set."""
-    for (offset, size), part in zip(fixed.parts, values, strict=True):
+    """Stores values, [R, part] per result part, in the distinct rows [R] of [X, D] whose mask is set."""
+    for (offset, size, end), part in zip(fixed.result_parts, values, strict=True):
         column = offset + jnp.arange(size, dtype=jnp.int32)
         stored = mask[:, None]
-        if offset + size > fixed.head_dim:
-            stored &= (column < fixed.head_dim)[None, :]
+        if offset + size > end:
+            stored &= (column < end)[None, :]
         triton.store(ref.at[rows[:, None], column[None, :]], part, mask=jnp.broadcast_to(stored, part.shape))
 
 

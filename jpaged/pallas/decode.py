@@ -124,8 +124,8 @@ def _merge_kernel(length_ref, acc_ref, top_ref, total_ref, out_ref, *, fixed: At
         new_top = jnp.maximum(top, split_top)
         keep, weight = jnp.exp2(top - new_top), jnp.exp2(split_top - new_top)
         merged = tuple(
-            old * keep[:, None] + load_rows(fixed, acc_ref, (place,), part) * weight[:, None]
-            for part, old in zip(fixed.parts, acc, strict=True)
+            old * keep[:, None] + load_rows(acc_ref, (place,), *part) * weight[:, None]
+            for part, old in zip(fixed.result_parts, acc, strict=True)
         )
         return new_top, total * keep + total_ref[place] * weight, merged
 

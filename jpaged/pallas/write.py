@@ -10,21 +10,28 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton
 
-from jpaged.pallas.common import check_pool_size, whole
+from jpaged.config import LARGEST
+from jpaged.pallas.common import check_pool_size, load_rows, whole
 
 _TILE_VALUES = 2048  # of K, and as many of V, per program
 _NUM_WARPS = 4
 
 
 def _kernel(k_ref, v_ref, slot_ref, _k_pool, _v_pool, k_out, v_out, *, rows, block_size, kv_heads, parts):
-    total = k_ref.shape[0]
-    # Rows past the last repeat it: they store the same values in the same place.
-    row = jnp.minimum(pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32), total - 1)
-    slot = slot_ref[row // kv_heads]
-    place = ((slot // block_size) * kv_heads + row % kv_heads) * block_size + slot % block_size
+    row, place = _rows_and_places(k_ref.shape[0], slot_ref, rows, block_size, kv_heads)
     for part in parts:
         k_out[place, pl.ds(*part)] = k_ref[row, pl.ds(*part)].astype(k_out.dtype)
         v_out[place, pl.ds(*part)] = v_ref[row, pl.ds(*part)].astype(v_out.dtype)
+
+
+def _rows_and_places(
+    total: int, slot_ref, rows: int, block_size: int, kv_heads: int
+) -> tuple[jax.Array, jax.Array]:
+    """Which (token, head) rows a program stores, and in which rows of a pool."""
+    # Rows past the last repeat it: they store the same values in the same place.
+    row = jnp.minimum(pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32), total - 1)
+    slot = slot_ref[row // kv_heads]
+    return row, ((slot // block_size) * kv_heads + row % kv_heads) * block_size + slot % block_size
 
 
 def _powers(size: int) -> tuple[tuple[int, int], ...]:
@@ -84,3 +91,100 @@ def write_kv(
         name="write_kv",
     )(*flat, slots, *pools)
     return out[0].reshape(k_pool.shape), out[1].reshape(v_pool.shape)
+
+
+# -- quantized pools --------------------------------------------------------------------------
+
+
+def _quantize_kernel(
+    k_ref, v_ref, slot_ref, *refs, rows: int, block_size: int, kv_heads: int, formats: tuple[str, str]
+):
+    pools = refs[len(refs) // 2 :]  # the first half are the same arrays, as inputs
+    row, place = _rows_and_places(k_ref.shape[0], slot_ref, rows, block_size, kv_heads)
+    for x_ref, format, data_ref, scale_ref in zip((k_ref, v_ref), formats, pools[:2], pools[2:], strict=True):
+        width = data_ref.shape[1]
+        size = 1 << (width - 1).bit_length()
+        halves = range(0, x_ref.shape[1], width)  # two where a byte holds two values
+        parts = [load_rows(x_ref, (row,), offset, size, offset + width) for offset in halves]
+        top = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(part), axis=1) for part in parts))
+        largest = LARGEST[format]
+        scale = (top / largest).astype(scale_ref.dtype)
+        divisor = scale.astype(jnp.float32)[:, None]
+        scaled = [
+            jnp.clip(jnp.where(divisor == 0, 0, part / jnp.where(divisor == 0, 1, divisor)), -largest, largest)
+            for part in parts
+        ]
+        entries = _ENCODE[format](*scaled).astype(data_ref.dtype)
+        column = jnp.arange(size, dtype=jnp.int32)[None, :]
+        triton.store(
+            data_ref.at[place[:, None], column], entries, mask=jnp.broadcast_to(column < width, entries.shape)
+        )
+        triton.store(scale_ref.at[place], scale)
+
+
+def _round(x: jax.Array) -> jax.Array:
+    """To the nearest whole number, halves to even, for magnitudes far below 2**22: Triton has no such operation."""
+    magic = jnp.float32(1.5 * 2**23)
+    return lax.bitcast_convert_type(x + magic, jnp.int32) - lax.bitcast_convert_type(magic, jnp.int32)
+
+
+def _encode_int4(low: jax.Array, high: jax.Array) -> jax.Array:
+    return (_round(low) & 15) | ((_round(high) & 15) << 4)
+
+
+def _encode_fp8(x: jax.Array) -> jax.Array:
+    """The bits of float8_e4m3fn, rounded to nearest even; for GPUs that have no such type, too."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    magnitude = bits & 0x7FFFFFFF
+    normal = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20  # 3 bits of the mantissa are kept
+    subnormal = _round(jnp.abs(x) * 512)
+    encoded = jnp.where(jnp.abs(x) < 2**-6, subnormal, normal - ((127 - 7) << 3))
+    return encoded | ((bits >> 24) & 0x80)
+
+
+_ENCODE = {"int8": _round, "fp8_e4m3": _encode_fp8, "int4": _encode_int4}
+
+
+def write_quantized_kv(
+    pools: tuple[jax.Array, ...],
+    k: jax.Array,
+    v: jax.Array,
+    slots: jax.Array,
+    *,
+    formats: tuple[str, str],
+    interpret: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Quantizes the K and V of T tokens and stores entries and scales, as `kv_cache.quantize` does.
+
+    Args:
+      pools: K's and V's entries, then K's and V's scales.
+      formats: of K and of V: names in `jpaged.config.LARGEST`.
+      Others as in `write_kv`.
+
+    Returns:
+      the pools.
+    """
+    num_tokens, kv_heads, head_dim = k.shape
+    block_size = pools[0].shape[2]
+    check_pool_size(pools[0])
+    rows = _TILE_VALUES // (1 << (head_dim - 1).bit_length())
+    arguments = [k.astype(jnp.float32).reshape(-1, head_dim), v.astype(jnp.float32).reshape(-1, head_dim), slots]
+    data = [_bits(pool) if pool.dtype == jnp.float8_e4m3fn else pool for pool in pools[:2]]
+    flat = [pool.reshape(-1, pool.shape[3]) for pool in data] + [pool.reshape(-1) for pool in pools[2:]]
+    out = pl.pallas_call(
+        functools.partial(
+            _quantize_kernel, rows=rows, block_size=block_size, kv_heads=kv_heads, formats=formats
+        ),
+        grid=(pl.cdiv(num_tokens * kv_heads, rows),),
+        in_specs=[whole(x.shape) for x in (*arguments, *flat)],
+        out_specs=[whole(x.shape) for x in flat],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat],
+        input_output_aliases={len(arguments) + i: i for i in range(len(flat))},
+        compiler_params=triton.CompilerParams(num_warps=_NUM_WARPS, num_stages=1),
+        interpret=interpret,
+        name="write_quantized_kv",
+    )(*arguments, *flat)
+    return tuple(
+        lax.bitcast_convert_type(x, pool.dtype).reshape(pool.shape)
+        for x, pool in zip(out, pools, strict=True)
+    )
