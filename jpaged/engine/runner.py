@@ -59,6 +59,10 @@ class StepHandle(Protocol):
         """Waits for the step and returns what it gave."""
         ...
 
+    def ready(self) -> bool:
+        """Whether the step has finished. Does not wait."""
+        ...
+
 
 class Runner(Protocol):
     """What the engine needs of a device."""
@@ -273,6 +277,9 @@ class DeviceHandle:
     def __post_init__(self) -> None:
         for leaf in jax.tree.leaves(self.output):
             leaf.copy_to_host_async()
+
+    def ready(self) -> bool:
+        return self.output.tokens.is_ready()
 
     def result(self) -> StepResult:
         tokens, failures = {}, {}
