@@ -23,9 +23,10 @@ PERCENTILES = (50, 90, 99)
 
 @dataclasses.dataclass
 class RequestTrace:
-    """One request. Times are seconds since the run began, `arrival` when it was due, not when it was taken in.
+    """One request. Times are seconds since the run began.
 
     Attributes:
+      arrival: when it was due, which may be before it could be taken in.
       token_times: of each of its sequences, when each of its ids was known on the host.
       outputs: ids of each of its sequences; empty if it failed.
     """
@@ -44,7 +45,7 @@ class RequestTrace:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """The state after a step: running sequences, and slots of KV memory that are reserved and that hold a token."""
+    """After a step: running sequences; slots of KV memory that are reserved, and that hold a token."""
 
     time: float
     running: int

@@ -1,4 +1,4 @@
-"""What was done before paging: every sequence's longest length reserved ahead, batches that wait for their slowest.
+"""What was done before paging: memory reserved ahead, batches that wait for their slowest member.
 
 The same model, kernels and steps as ours; only memory and scheduling differ. A sequence reserves
 `max_model_len` tokens in consecutive blocks, since nobody knows how long its output gets. A batch is as many
@@ -33,9 +33,7 @@ class ReservingKVManager(KVManager):
         super().__init__(num_blocks, block_size)
         self._reserve = reserve
         if self.blocks_for(reserve) > num_blocks:
-            raise ValueError(
-                f"{num_blocks} blocks of {block_size} cannot hold one sequence of {reserve} tokens"
-            )
+            raise ValueError(f"{num_blocks} blocks of {block_size} hold no sequence of {reserve} tokens")
 
     def acquire(self, request: Request, promised: int) -> bool:
         """See `KVManager.acquire`."""

@@ -1,20 +1,20 @@
 """Throughput and latency, ours beside what people would use instead: a table for people, then one JSON line.
 
 python benchmarks/throughput.py --model smollm2-135m-instruct --num-prompts 64 \
-    --input-len 32:256 --output-len 32:256 --seed 0 --engines jpaged,static-contiguous,hf-batch1,hf:64 --repeat 3 \
-    --baseline-python PATH --baseline-model DIR
+    --input-len 32:256 --output-len 32:256 --repeat 3 \
+    --engines jpaged,static-contiguous,hf-batch1,hf:64 --baseline-python PATH --baseline-model DIR
 
-Workloads: `random` (--preset nano: 256 requests, prompts and outputs of 100 to 1,024 tokens), `shared-prefix`,
-`multi-turn` (a turn's prompt has the answers before it), `lengths` (log-normal, ShareGPT's means) and
-`sharegpt --dataset-path FILE`. All requests at once, or `--request-rate` a second (Poisson).
+Workloads: `random` (--preset nano: 256 requests, prompts and outputs of 100 to 1,024 tokens),
+`shared-prefix`, `multi-turn` (a turn's prompt has the answers before it), `lengths` (log-normal, ShareGPT's
+means) and `sharegpt --dataset-path FILE`. All requests at once, or `--request-rate` a second (Poisson).
 
 Engines: `jpaged`; `jpaged-no-cache`, its prefix cache off; `static-contiguous`, the same model with every
 sequence's longest length reserved ahead, in the same memory; `hf-batch1`, `hf:N` (static batches of N) and
-`hf-continuous`, transformers; `vllm` and `vllm-no-cache`. Those of others run in processes of their own on all
-cores, from a Hugging Face directory (`benchmarks/peers/export_hf.py` writes one from a GGUF file).
+`hf-continuous`, transformers; `vllm` and `vllm-no-cache`. Those of others run in processes of their own on
+all cores, from a Hugging Face directory (`benchmarks/peers/export_hf.py` writes one from a GGUF file).
 
-Engines take turns, `--repeat` times. A rate is the median of an engine's runs; `ratio` is the median, over the
-turns, of the first engine's output rate divided by this one's, with the smallest and the largest beside it.
+Engines take turns, `--repeat` times. A rate is the median of an engine's runs; `ratio` is the median, over
+the turns, of the first engine's output rate divided by this one's, with the extremes beside it.
 Every shape is compiled before the clock starts, and a compilation while it runs is an error. Counts come from
 the ids that were produced.
 """
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Trace]]:
-    """Runs every engine `args.repeat` times in turns: the result, and the last trace of each of our engines."""
+    """Runs every engine `args.repeat` times in turns: the result, and the last trace of each of ours."""
     checkpoint = open_checkpoint(args.model)
     requests = make_requests(args, checkpoint)
     first = sum(request.after is None for request in requests)
@@ -278,9 +278,7 @@ def peer_command(name: str, args: argparse.Namespace) -> list[str]:
     if kind.startswith("vllm"):
         mode = ["--no-prefix-cache"] if kind == "vllm-no-cache" else []
         return [args.baseline_python, str(HERE / "peers" / "vllm_peer.py"), *mode]
-    mode = {"hf": ["static", "--batch", batch], "hf-batch1": ["batch1"], "hf-continuous": ["continuous"]}[
-        kind
-    ]
+    mode = ["static", "--batch", batch] if kind == "hf" else [kind.removeprefix("hf-")]
     return [args.hf_python or args.baseline_python, str(HERE / "peers" / "hf.py"), "--mode", *mode]
 
 
@@ -309,10 +307,10 @@ def row(
     spread = dict(ratio=None, ratio_low=None, ratio_high=None)
     if ratios:
         spread = dict(ratio=statistics.median(ratios), ratio_low=min(ratios), ratio_high=max(ratios))
-    worst = (
-        {"compiles_timed": max(run["compiles_timed"] for run in runs)} if "compiles_timed" in middle else {}
-    )
-    return {"name": name, **middle, **rates, **spread, **worst, **facts}
+    found = {"name": name, **middle, **rates, **spread, **facts}
+    if "compiles_timed" in middle:
+        found["compiles_timed"] = max(run["compiles_timed"] for run in runs)
+    return found
 
 
 def rounded(value: Any) -> Any:
@@ -366,12 +364,9 @@ def _parser() -> argparse.ArgumentParser:
     work.add_argument("--workload", default="random", choices=WORKLOADS)
     work.add_argument("--preset", choices=PRESETS)
     work.add_argument("--num-prompts", type=int, default=64, help="of random, lengths and sharegpt")
-    work.add_argument(
-        "--input-len", type=parse_range, default=(32, 256), metavar="LOW:HIGH", help="of random"
-    )
-    work.add_argument(
-        "--output-len", type=parse_range, default=(32, 256), metavar="LOW:HIGH", help="of random"
-    )
+    span: dict[str, Any] = dict(type=parse_range, default=(32, 256), metavar="LOW:HIGH", help="of random")
+    work.add_argument("--input-len", **span)
+    work.add_argument("--output-len", **span)
     work.add_argument("--prefix-len", type=int, default=512, help="of shared-prefix")
     work.add_argument("--dataset-path", type=Path, help="of sharegpt")
     work.add_argument("--request-rate", type=float, help="requests a second (default: all at once)")

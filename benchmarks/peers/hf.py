@@ -7,12 +7,11 @@ Loads the model and warms up; then each line on standard input is a run, answere
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -20,6 +19,8 @@ from peers.protocol import answer_runs, peer_parser, run_waves
 from workloads import BenchRequest, full_lengths, load_requests
 
 PAD = 0  # masked, so any id will do
+PAGE = 256  # tokens
+CACHE_BYTES = 4 << 30
 NO_TOKEN = -1  # an end of sequence that never comes
 
 
@@ -44,7 +45,7 @@ def main() -> None:
 
 @torch.no_grad()
 def static(model, stops: list[int], batch: list[BenchRequest]) -> list[list[int]]:
-    """One batch, padded on the left, until its longest output is done; what is beyond a request's own is cut off."""
+    """One batch, padded on the left, until its longest output is done; others are cut to their length."""
     width = max(len(request.prompt_token_ids) for request in batch)
     longest = max(request.output_len for request in batch)
     gaps = [width - len(request.prompt_token_ids) for request in batch]
@@ -82,7 +83,15 @@ class Continuous:
             max_generated_length=config.max_new_tokens,
             num_requests=len(requests),
         )
-        self._manager = model.init_continuous_batching(generation_config=config, workload_hints=hints)
+        # By default the cache takes nine tenths of the free memory, the CPU's included.
+        shape = model.config
+        token_bytes = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim
+        page_bytes = PAGE * token_bytes * model.dtype.itemsize
+        pages = sum(-(-length // PAGE) for length in full_lengths(requests))
+        cache = ContinuousBatchingConfig(page_size=PAGE, num_blocks=min(pages, CACHE_BYTES // page_bytes))
+        self._manager = model.init_continuous_batching(
+            generation_config=config, workload_hints=hints, continuous_batching_config=cache
+        )
 
     def __enter__(self) -> Continuous:
         self._manager.start()

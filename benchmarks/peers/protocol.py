@@ -14,6 +14,7 @@ from pathlib import Path
 
 from workloads import BenchRequest, load_requests, waves
 
+Generate = Callable[[list[BenchRequest]], list[list[int]]]
 Counts = tuple[int, int, float]  # input tokens, output tokens, seconds
 
 
@@ -21,9 +22,7 @@ def peer_parser(doc: str | None) -> argparse.ArgumentParser:
     """The arguments that every peer has."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--model", required=True, help="Hugging Face directory")
-    parser.add_argument(
-        "--requests", required=True, type=Path, help="JSON, as workloads.save_requests writes it"
-    )
+    parser.add_argument("--requests", required=True, type=Path, help="JSON of workloads.save_requests")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--max-num-seqs", type=int, default=256)
@@ -31,11 +30,7 @@ def peer_parser(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def run_waves(
-    requests: list[BenchRequest],
-    batch_size: int | None,
-    generate: Callable[[list[BenchRequest]], list[list[int]]],
-) -> Counts:
+def run_waves(requests: list[BenchRequest], batch_size: int | None, generate: Generate) -> Counts:
     """Runs requests in waves, each in batches of `batch_size` (all at once without), in the requests' order.
 
     Args:

@@ -444,6 +444,8 @@ class Engine:
         """Detokenizes, applies stop strings, and reports into the outbox."""
         groups: dict[str, RequestGroup] = {}
         for sequence in [*self._unreported, *progressed]:
+            if not sequence.due:
+                continue
             request = sequence.request
             if request.request_id not in self._sequences:
                 continue  # reported as finished already
@@ -512,8 +514,9 @@ class Engine:
         Where vLLM's metrics have a name for it, the name is theirs; `prefix_cache_queries` and
         `prefix_cache_hits` are in tokens. `kv_blocks_free`, `_cached` (unused, evictable) and `_active`
         add up to `_total`. `kv_waste` is the share of allocated slots that held no token, over all steps.
-        `host_seconds` are those of `step` by part, `device_wait_seconds` those in which it waited, and the device
-        was busy for `device_busy_seconds` at least; see `StepTimes`. `first_token_time` is a `time.monotonic()`.
+        `host_seconds` are those of `step` by part, `device_wait_seconds` those in which it waited, and the
+        device was busy for `device_busy_seconds` at least; see `StepTimes`. `first_token_time` is a moment of
+        `time.monotonic()`.
         """
         scheduler, kv = self.scheduler, self.scheduler.kv
         stats, total = scheduler.stats, kv.pool.num_blocks

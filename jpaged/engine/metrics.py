@@ -1,4 +1,4 @@
-"""Counting compilations, so that "nothing compiles after warm-up" is a number; and where a step's time goes."""
+"""Counts of compilations, so that "nothing compiles after warm-up" is a number; parts of a step's time."""
 
 from __future__ import annotations
 
