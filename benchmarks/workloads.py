@@ -151,7 +151,7 @@ def _log_normal(normals: list[float], mean: float, limit: int) -> list[int]:
     def lengths(log_median: float) -> list[int]:
         return [min(limit, max(1, round(math.exp(log_median + z)))) for z in normals]
 
-    low, high = 0.0, math.log(limit)
+    low, high = -max(normals), math.log(limit) - min(normals)
     for _ in range(50):
         middle = (low + high) / 2
         low, high = (middle, high) if sum(lengths(middle)) < mean * len(normals) else (low, middle)

@@ -7,7 +7,10 @@ Loads the model and warms up; then each line on standard input is a run, answere
 
 from __future__ import annotations
 
+import argparse
+import atexit
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,7 +18,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from peers.protocol import answer_runs, peer_parser, run_waves
+from peers.protocol import Counts, answer_runs, peer_parser, run_waves
 from workloads import BenchRequest, full_lengths, load_requests
 
 PAD = 0  # masked, so any id will do
@@ -28,19 +31,20 @@ def main() -> None:
     parser = peer_parser(__doc__)
     parser.add_argument("--mode", choices=("batch1", "static", "continuous"), required=True)
     parser.add_argument("--batch", type=int, default=8, help="of static batches")
-    args = parser.parse_args()
+    answer_runs(parser, make)
+
+
+def make(args: argparse.Namespace) -> Callable[[list[BenchRequest]], Counts]:
+    """Loads the model."""
     torch.set_num_threads(args.threads)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
     eos = model.generation_config.eos_token_id if args.stop_at_eos else None
     stops = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if args.mode == "continuous":
-        with Continuous(model, stops, load_requests(args.requests)) as engine:
-            answer_runs(args, lambda requests: run_waves(requests, None, engine.generate))
-    else:
-        size = 1 if args.mode == "batch1" else args.batch
-        answer_runs(
-            args, lambda requests: run_waves(requests, size, lambda batch: static(model, stops, batch))
-        )
+        engine = Continuous(model, stops, load_requests(args.requests))
+        return lambda requests: run_waves(requests, None, engine.generate)
+    size = 1 if args.mode == "batch1" else args.batch
+    return lambda requests: run_waves(requests, size, lambda batch: static(model, stops, batch))
 
 
 @torch.no_grad()
@@ -92,13 +96,8 @@ class Continuous:
         self._manager = model.init_continuous_batching(
             generation_config=config, workload_hints=hints, continuous_batching_config=cache
         )
-
-    def __enter__(self) -> Continuous:
         self._manager.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._manager.stop(block=True, timeout=5)
+        atexit.register(self._manager.stop, block=True, timeout=5)
 
     def generate(self, batch: list[BenchRequest]) -> list[list[int]]:
         """All requests at once."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from workloads import BenchRequest, load_requests, waves
 
+WARM_UP = BenchRequest([7] * 40, 4)
 Generate = Callable[[list[BenchRequest]], list[list[int]]]
 Counts = tuple[int, int, float]  # input tokens, output tokens, seconds
 
@@ -55,21 +55,28 @@ def run_waves(requests: list[BenchRequest], batch_size: int | None, generate: Ge
     return inputs, outputs, time.perf_counter() - started
 
 
-def answer_runs(args: argparse.Namespace, run: Callable[[list[BenchRequest]], Counts]) -> None:
-    """Warms up on something short, says so, then runs once for every line on standard input.
+def answer_runs(
+    parser: argparse.ArgumentParser,
+    make: Callable[[argparse.Namespace], Callable[[list[BenchRequest]], Counts]],
+) -> None:
+    """Makes an engine, warms it up on something short, then runs once for every line on standard input.
 
-    Only these lines go to standard output; what libraries print goes to standard error.
+    Only one line of JSON for the warm-up and one for each run go to standard output; what libraries
+    print goes to standard error.
+
+    Args:
+      make: loads the model; returns what runs requests.
     """
-    with os.fdopen(os.dup(1), "w") as answers, contextlib.redirect_stdout(sys.stderr):
-        os.dup2(2, 1)
-
-        def answer(**fields: object) -> None:
-            print(json.dumps(fields), file=answers, flush=True)
-
-        requests = load_requests(args.requests)
-        started = time.perf_counter()
-        run([BenchRequest([7] * 40, 4)])
-        answer(warmup_s=time.perf_counter() - started)
-        for _ in sys.stdin:
-            inputs, outputs, seconds = run(requests)
-            answer(input_tokens=inputs, output_tokens=outputs, elapsed_s=seconds)
+    args = parser.parse_args()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    requests = load_requests(args.requests)
+    run = make(args)
+    started = time.perf_counter()
+    run([WARM_UP])
+    found: dict[str, float] = dict(warmup_s=time.perf_counter() - started)
+    print(json.dumps(found), file=answers, flush=True)
+    for _ in sys.stdin:
+        inputs, outputs, seconds = run(requests)
+        found = dict(input_tokens=inputs, output_tokens=outputs, elapsed_s=seconds)
+        print(json.dumps(found), file=answers, flush=True)

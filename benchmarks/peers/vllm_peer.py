@@ -7,12 +7,14 @@ Loads the model and warms up; then each line on standard input is a run, answere
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from peers.protocol import answer_runs, peer_parser, run_waves
+from peers.protocol import WARM_UP, Counts, answer_runs, peer_parser, run_waves
 from workloads import BenchRequest, full_lengths, load_requests
 
 # Before vLLM is imported: one process, no look at the hub, and log lines that do not bury the answer.
@@ -28,13 +30,17 @@ for name, value in {
 def main() -> None:
     parser = peer_parser(__doc__)
     parser.add_argument("--no-prefix-cache", action="store_true")
-    args = parser.parse_args()
+    answer_runs(parser, make)
+
+
+def make(args: argparse.Namespace) -> Callable[[list[BenchRequest]], Counts]:
+    """Loads the model."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
         args.model,
         dtype=args.dtype,
-        max_model_len=max(full_lengths(load_requests(args.requests))) + 1,
+        max_model_len=max(full_lengths([*load_requests(args.requests), WARM_UP])) + 1,
         max_num_seqs=args.max_num_seqs,
         enable_prefix_caching=not args.no_prefix_cache,
     )
@@ -47,11 +53,11 @@ def main() -> None:
         prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in batch]
         return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
 
-    def run(requests: list[BenchRequest]) -> tuple[int, int, float]:
+    def run(requests: list[BenchRequest]) -> Counts:
         llm.reset_prefix_cache()
         return run_waves(requests, None, generate)
 
-    answer_runs(args, run)
+    return run
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ class ModelRunner:
         deterministic: bool,
     ):
         self.config = config
-        self.params = params
+        self.params = _committed(params)
         self.sizes = sizes
         self.dtype = dtype
         self.backend = backend
@@ -118,10 +118,11 @@ class ModelRunner:
         self.packer = self._new_packer(self.buckets)
 
     def _restore(self) -> None:
-        self.cache: KVCache = init_kv_cache(
+        cache = init_kv_cache(
             self.config, self.sizes.num_kv_blocks + 1, self.sizes.block_size, self.dtype, self.platform
         )
-        self.state = init_row_state(self.sizes.max_num_seqs, self.config.vocab_size)
+        self.cache: KVCache = _committed(cache)
+        self.state = _committed(init_row_state(self.sizes.max_num_seqs, self.config.vocab_size))
 
     def _new_packer(self, buckets: Buckets) -> Packer:
         return Packer(
@@ -168,7 +169,7 @@ class ModelRunner:
         old, new = (jax.tree.map(lambda x: (x.shape, str(x.dtype)), p) for p in (self.params, params))
         if old != new:
             raise ValueError("the new params differ from the old ones in structure, shape or dtype")
-        self.params = params
+        self.params = _committed(params)
 
     def _dispatch(self, batch: Any, variant: Variant) -> StepOutput:
         arguments = (self.params, self.cache, self.state, batch)
@@ -339,6 +340,15 @@ def temporary_bytes(config: ModelConfig, sizes: Sizes, *, dtype: str, platform: 
     analysis = compiled.memory_analysis()
     assert analysis is not None, "the compiler does not tell the program's memory"
     return analysis.temp_size_in_bytes
+
+
+def _committed(tree: Any) -> Any:
+    """The same arrays, bound to the default device.
+
+    What a step returns is bound as soon as one of its arguments is, and a program that was compiled for
+    arrays that are not is compiled again for those that are: so all are, from the beginning.
+    """
+    return jax.device_put(tree, jax.devices()[0])
 
 
 def cast_params(params: Params, dtype: str) -> Params:
