@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import throughput
 from serving import RequestTrace, Sample, Trace, distribution, greedy, serve, summarize
 from static_batches import ReservingKVManager, StaticEngine
-from workloads import BenchRequest, multi_turn_requests, random_requests
+from workloads import BenchRequest, full_lengths, multi_turn_requests, random_requests
 
 from jpaged import Engine, SamplingParams
 from jpaged.weights import orbax
@@ -323,6 +324,34 @@ def test_a_preset_is_what_it_says_and_what_is_given_beside_it_holds():
     parser.set_defaults(**throughput.PRESETS["nano"])
     args = parser.parse_args(["--model", "m", "--num-prompts", "3"])
     assert (args.num_prompts, args.input_len, args.output_len, args.seed) == (3, (100, 1024), (100, 1024), 0)
+
+
+@pytest.mark.parametrize(
+    ("workload", "count", "longest"),
+    [("random", 7, 15), ("lengths", 7, 2048), ("shared-prefix", 64, 512 + 64), ("multi-turn", 96, 480)],
+)
+def test_each_workload_can_be_asked_for(workload, count, longest):
+    args = throughput._parser().parse_args(
+        ["--model", "m", "--num-prompts", "7", *SMALL[2:6], "--workload", workload]
+    )
+    requests = throughput.make_requests(args, SimpleNamespace(config=tiny_config()))
+    assert len(requests) == count
+    assert max(full_lengths(requests)) <= longest
+    assert all(3 <= token < 301 for request in requests for token in request.prompt_token_ids)
+
+
+def test_sharegpt_is_read_with_the_models_own_tokenizer(tmp_path):
+    path = tmp_path / "s.json"
+    path.write_text(json.dumps([{"conversations": [{"value": "question"}, {"value": "answer"}]}]))
+    arguments = ["--model", "m", "--workload", "sharegpt", "--dataset-path", str(path), "--num-prompts", "1"]
+    args = throughput._parser().parse_args(arguments)
+    tokenizer = SimpleNamespace(encode=lambda text: [ord(char) for char in text])
+    found = throughput.make_requests(
+        args, SimpleNamespace(config=tiny_config(), load_tokenizer=lambda: tokenizer)
+    )
+    assert found == [BenchRequest([ord(char) for char in "question"], 6)]
+    with pytest.raises(SystemExit, match="needs a model with a tokenizer"):
+        throughput.make_requests(args, SimpleNamespace(config=tiny_config(), load_tokenizer=lambda: None))
 
 
 PEER = """
