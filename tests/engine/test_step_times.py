@@ -18,7 +18,7 @@ def times_at(moment: float) -> StepTimes:
 
 
 def test_a_device_that_is_always_ahead_of_the_host_is_busy_all_the_time():
-    """Dispatch 1 at 10; 2 at 11, 1 unfinished; 1 waited for until 14; dispatch 3 at 15; 2 waited for until 18."""
+    """1 goes out at 10, 2 at 11 while 1 runs; 1 is waited for until 14; 3 goes out at 15; 2 ends at 18."""
     times = times_at(0.0)
     times.dispatched(10.0, busy=False)
     times.dispatched(11.0, busy=True)
