@@ -23,6 +23,7 @@ def draw(result: dict[str, Any], traces: dict[str, Trace], path: Path) -> None:
     rows = result["engines"][::-1]
     bars = rates.barh([row["name"] for row in rows], [row["output_tokens_per_s"] for row in rows])
     rates.bar_label(bars, fmt="%.4g", fontsize="small")
+    rates.margins(x=0.15)
     rates.set(xlabel="output tokens/s", title=f"{result['workload']}, {result['requests']} requests")
     for (name, trace), axes in zip(traces.items(), memories, strict=True):
         times = [sample.time for sample in trace.samples]
