@@ -214,32 +214,14 @@ def throughput(save: Save) -> dict:
 
 
 def one_pass(engine, requests) -> dict:
-    """Tokens per second, from ids that were produced, and what compiled meanwhile."""
-    from jpaged import SamplingParams
+    """Figures of a run, and the seconds that compiling took meanwhile."""
+    from serving import serve, summarize
+
     from jpaged.engine.metrics import compilations
 
-    engine.reset_stats()
-    compiled, compile_s = compilations.count, compilations.seconds
-    started = time.perf_counter()
-    for request in requests:
-        sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=request.output_len)
-        engine.add_request(request.prompt_token_ids, sampling, stream=False)
-    outputs = []
-    while engine.has_unfinished():
-        outputs += engine.step()
-    elapsed = time.perf_counter() - started
-    produced = sum(len(c.token_ids) for output in outputs for c in output.outputs)
-    prompt = sum(len(r.prompt_token_ids) for r in requests)
-    stats = engine.stats()
-    return dict(
-        elapsed_s=round(elapsed, 2),
-        output_tokens=produced,
-        output_tokens_per_s=round(produced / elapsed, 1),
-        total_tokens_per_s=round((produced + prompt) / elapsed, 1),
-        compiles_timed=compilations.count - compiled,
-        compile_s=round(compilations.seconds - compile_s, 1),
-        stats={key: value for key, value in stats.items() if not isinstance(value, list | dict)},
-    )
+    compile_s = compilations.seconds
+    figures = summarize(serve(engine, requests))
+    return figures | {"compile_s": compilations.seconds - compile_s}
 
 
 def memory_peak() -> int | None:

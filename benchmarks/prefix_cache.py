@@ -13,17 +13,19 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import random
 import sys
-import time
 
-from workloads import BenchRequest, TokenTrie, random_requests, shared_prefix_requests
+from serving import serve, summarize
+from workloads import (
+    BenchRequest,
+    TokenTrie,
+    multi_turn_requests,
+    random_requests,
+    shared_prefix_requests,
+)
 
-from jpaged import LLM, SamplingParams
-from jpaged.engine.metrics import compilations
+from jpaged import LLM
 from jpaged.ops.sampling import Variant
-
-CHATS, TURNS, TURN_LEN, ANSWER_LEN = 16, 6, 48, 32
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,13 +36,13 @@ def main(argv: list[str] | None = None) -> int:
         llm = LLM(args.model, dtype=args.dtype, max_model_len=1024, prefix_cache=kind)
         llm.warmup((Variant.GREEDY,), use_tqdm=sys.stderr.isatty())
         llms[kind] = llm
-    rounds = _rounds(args, llms["off"].config.vocab_size)
+    requests = _requests(args, llms["off"].config.vocab_size)
     runs: dict[str, list[dict]] = {kind: [] for kind in llms}
     for _ in range(args.repeat):
         for kind, llm in llms.items():
-            runs[kind].append(_run(llm, rounds))
+            runs[kind].append(_run(llm, requests))
     off, on = (min(runs[kind], key=lambda run: run["elapsed_s"]) for kind in llms)
-    rate = _prefill_rate(llms["off"], args)
+    rate = _prefill_rate(llms["off"])
     result = _compare(args, off, on, rate)
     for key, value in result.items():
         print(f"{key:26s} {value}")
@@ -48,94 +50,47 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _rounds(args: argparse.Namespace, vocab_size: int) -> list[list[BenchRequest]]:
-    """Requests in rounds: a round starts when the one before has ended, after its answers."""
+def _requests(args: argparse.Namespace, vocab_size: int) -> list[BenchRequest]:
+    common = dict(seed=args.seed, vocab_size=vocab_size)
     if args.workload == "shared-prefix":
-        shape = dict(prefix_len=args.prefix_len, question_len=32, output_len=32)
-        return [shared_prefix_requests(8, 8, **shape, seed=args.seed, vocab_size=vocab_size)]
+        return shared_prefix_requests(prefix_len=args.prefix_len, **common)
     if args.workload == "unique":
-        return [random_requests(64, (541, 541), (32, 32), seed=args.seed, vocab_size=vocab_size)]
-    rng = random.Random(args.seed)
-    return [
-        [
-            BenchRequest([rng.randrange(3, vocab_size) for _ in range(TURN_LEN)], ANSWER_LEN)
-            for _ in range(CHATS)
-        ]
-        for _ in range(TURNS)
-    ]
+        return random_requests(64, (541, 541), (32, 32), **common)
+    return multi_turn_requests(**common)
 
 
-def _run(llm: LLM, rounds: list[list[BenchRequest]]) -> dict:
-    """Runs all rounds on an empty cache; each round's prompts continue the conversations before it."""
-    llm.engine.reset_prefix_cache()
-    llm.engine.reset_stats()
-    trie, best_hits, unique, prompt_tokens, output_tokens, elapsed = TokenTrie(), 0, 0, 0, 0, 0.0
-    histories: list[list[int]] = [[] for _ in rounds[0]]
-    compiled = compilations.count
-    host = _HostTime(llm)
-    for requests in rounds:
-        prompts = [h + r.prompt_token_ids for h, r in zip(histories, requests, strict=True)]
-        params = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=r.output_len) for r in requests]
-        started = time.perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        elapsed += time.perf_counter() - started
-        for prompt in prompts:
-            best_hits += min(trie.find(prompt), len(prompt) - 1)
-            unique += trie.add(prompt)
-        answers = [output.outputs[0].token_ids for output in outputs]
-        for prompt, answer in zip(prompts, answers, strict=True):
-            trie.add(prompt + answer[:-1])  # the last token is sampled, never computed
-        histories = [p + a for p, a in zip(prompts, answers, strict=True)]
-        prompt_tokens += sum(map(len, prompts))
-        output_tokens += sum(map(len, answers))
-    if compilations.count != compiled:
+def _run(llm: LLM, requests: list[BenchRequest]) -> dict:
+    """Runs all requests on an empty cache, and counts what a perfect cache would find."""
+    trace = serve(llm.engine, requests)
+    if trace.compiles:
         raise SystemExit("error: something compiled while the clock ran")
-    stats = llm.engine.stats()
+    trie, best_hits, unique = TokenTrie(), 0, 0
+    histories: list[list[int]] = []
+    for request, done in zip(requests, trace.requests, strict=True):
+        before = [] if request.after is None else histories[request.after]
+        prompt = before + request.prompt_token_ids
+        best_hits += min(trie.find(prompt), len(prompt) - 1)
+        unique += trie.add(prompt)
+        histories.append(prompt + done.outputs[0])
+        trie.add(histories[-1][:-1])  # the last token is sampled, never computed
+    figures = summarize(trace)
+    host = trace.stats["host_seconds"]
     return {
-        "elapsed_s": elapsed,
-        "prompt_tokens": prompt_tokens,
-        "output_tokens": output_tokens,
-        "hit_tokens": stats["prefix_cache_hits"],
+        "elapsed_s": trace.elapsed,
+        "prompt_tokens": figures["input_tokens"],
+        "output_tokens": figures["output_tokens"],
+        "hit_tokens": figures["hit_tokens"],
         "best_hit_tokens": best_hits,
         "unique_prompt_tokens": unique,
-        "host_s": host.stop(),
-        "copies": stats["prefix_cache_copies"],
+        "host_s": host["schedule"] + host["update"],
+        "copies": trace.stats["prefix_cache_copies"],
     }
 
 
-class _HostTime:
-    """Seconds spent planning and taking in steps."""
-
-    def __init__(self, llm: LLM):
-        self._scheduler = llm.engine.scheduler
-        self._seconds = 0.0
-        self._names = ("schedule", "update")
-        for name in self._names:
-            setattr(self._scheduler, name, self._timed(getattr(self._scheduler, name)))
-
-    def _timed(self, function):
-        def call(*args):
-            started = time.perf_counter()
-            try:
-                return function(*args)
-            finally:
-                self._seconds += time.perf_counter() - started
-
-        return call
-
-    def stop(self) -> float:
-        for name in self._names:
-            delattr(self._scheduler, name)
-        return self._seconds
-
-
-def _prefill_rate(llm: LLM, args: argparse.Namespace) -> float:
+def _prefill_rate(llm: LLM) -> float:
     """Prompt tokens per second of prompts alone, without a cache."""
     requests = random_requests(16, (512, 512), (1, 1), seed=1, vocab_size=llm.config.vocab_size)
-    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=1)
-    started = time.perf_counter()
-    llm.generate([request.prompt_token_ids for request in requests], params, use_tqdm=False)
-    return 16 * 512 / (time.perf_counter() - started)
+    return 16 * 512 / serve(llm.engine, requests).elapsed
 
 
 def _compare(args: argparse.Namespace, off: dict, on: dict, rate: float) -> dict:

@@ -10,7 +10,6 @@ stored never depends on what is written later.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -51,7 +50,9 @@ class KVLayout:
         kv_cache_dtype = dtype if kv_cache_dtype == "auto" else kv_cache_dtype
         for layer in skip_layers:
             if layer not in range(config.num_layers):
-                raise ValueError(f"kv_cache_skip_layers has {layer}; the model has {config.num_layers} layers")
+                raise ValueError(
+                    f"kv_cache_skip_layers has {layer}; the model has {config.num_layers} layers"
+                )
         formats = tuple(dtype if i in skip_layers else kv_cache_dtype for i in range(config.num_layers))
         return cls(dtype, k=tuple("int8" if f == "int4" else f for f in formats), v=formats)
 
@@ -216,7 +217,7 @@ def with_device_arrays(pool: Pool, data: jax.Array, scale: jax.Array | None) -> 
     """The pool with other entries and scales, given as `device_arrays` has them."""
     if pool.scale is not None and scale is not None:
         scale = _to_storage(scale, pool.scale.dtype)
-    return pool.replace(data=_to_storage(data, pool.data.dtype), scale=scale)
+    return dataclasses.replace(pool, data=_to_storage(data, pool.data.dtype), scale=scale)
 
 
 def rotate(x: jax.Array, pool: Pool) -> jax.Array:
@@ -232,7 +233,7 @@ def rotate(x: jax.Array, pool: Pool) -> jax.Array:
 
 
 def hadamard(head_dim: int) -> np.ndarray:
-    """Sylvester's matrix of the largest power of two that divides D, as often as it fits: orthonormal [D, D]."""
+    """Sylvester's matrix of the largest power of two that divides D, as often as it fits: [D, D]."""
     size = head_dim & -head_dim
     index = np.arange(size)
     odd = np.bitwise_count(index[:, None] & index[None, :]) % 2
@@ -242,9 +243,7 @@ def hadamard(head_dim: int) -> np.ndarray:
 # -- whole pools ------------------------------------------------------------------------------
 
 
-def write_kv(
-    k_pool: Pool, v_pool: Pool, k: jax.Array, v: jax.Array, slots: jax.Array
-) -> tuple[Pool, Pool]:
+def write_kv(k_pool: Pool, v_pool: Pool, k: jax.Array, v: jax.Array, slots: jax.Array) -> tuple[Pool, Pool]:
     """Stores new tokens' K and V, in place where the pools are donated.
 
     Args:
@@ -259,16 +258,17 @@ def write_kv(
 
     def write(pool: Pool, x: jax.Array) -> Pool:
         if pool.scale is None:
-            return pool.replace(data=put(pool.data, x.astype(pool.format)))
+            return dataclasses.replace(pool, data=put(pool.data, x.astype(pool.format)))
         entries, scale = quantize(rotate(x, pool), pool.format)
-        return pool.replace(data=put(pool.data, entries), scale=put(pool.scale, scale))
+        return dataclasses.replace(pool, data=put(pool.data, entries), scale=put(pool.scale, scale))
 
     return write(k_pool, k), write(v_pool, v)
 
 
 def copy_blocks(cache: KVCache, source: jax.Array, target: jax.Array) -> KVCache:
     """Copies whole blocks, in every layer: int32 [C] block ids; padding copies block 0 to itself."""
-    copy: Callable[[jax.Array], jax.Array] = lambda array: array.at[target].set(
-        array[source], mode="promise_in_bounds"
-    )
+
+    def copy(array: jax.Array) -> jax.Array:
+        return array.at[target].set(array[source], mode="promise_in_bounds")
+
     return jax.tree.map(copy, cache)

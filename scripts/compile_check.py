@@ -43,7 +43,7 @@ from jpaged.gpu_compile import (
     dump_flags,
     pool_operands,
 )
-from jpaged.kv_cache import KVLayout, bytes_per_block, init_kv_cache
+from jpaged.kv_cache import bytes_per_block, init_kv_cache
 from jpaged.models.transformer import abstract_params
 from jpaged.ops.attention import Backend
 from jpaged.ops.sampling import Variant

@@ -16,6 +16,7 @@ import sys
 from tqdm import tqdm
 
 from jpaged import LLM
+from jpaged.engine.metrics import since_process_start
 from jpaged.offline import Record, check_batch, run_batch
 
 
@@ -45,6 +46,9 @@ def main(argv: list[str] | None = None) -> int:
         print("interrupted: --resume continues where it stopped", file=sys.stderr)
         return 130
     print(summary.describe())
+    moment = llm.engine.stats().get("first_token_time")
+    if moment is not None and (seconds := since_process_start(moment)) is not None:
+        print(f"first token      {seconds:.2f} s after the process started")
     return summary.exit_code
 
 

@@ -87,7 +87,11 @@ class Case:
         for lens, g, e in zip(self.lens, got, expected, strict=True):
             assert g.shape == e.shape
             np.testing.assert_allclose(
-                g, e, rtol=0, atol=TOLERANCE[self.k_pool.dtype] * scale, err_msg=f"(context, queries) = {lens}"
+                g,
+                e,
+                rtol=0,
+                atol=TOLERANCE[self.k_pool.dtype] * scale,
+                err_msg=f"(context, queries) = {lens}",
             )
 
     def options(self) -> dict:
@@ -196,7 +200,9 @@ def make_case(
         )
         q.append(query.astype(value_type).astype(np.float32))
     format = format or dtype
-    k_pool, k_meant = store(k_pool, format="int8" if format == "int4" else format, rotated=format not in DTYPES)
+    k_pool, k_meant = store(
+        k_pool, format="int8" if format == "int4" else format, rotated=format not in DTYPES
+    )
     v_pool, v_meant = store(v_pool, format=format, rotated=format == "int4")
 
     def contexts(meant: np.ndarray) -> list[np.ndarray]:

@@ -24,6 +24,9 @@ class FakeHandle:
     def result(self) -> StepResult:
         return self.outcome
 
+    def ready(self) -> bool:
+        return True
+
 
 class FakeRunner:
     """Keeps what a device would: KV by (block, offset) as the token that was written there.

@@ -20,6 +20,7 @@ import jax
 
 from jpaged.batch import MAX_STOP_IDS, init_row_state
 from jpaged.config import EngineConfig, ModelConfig, check_int
+from jpaged.engine.metrics import StepTimes
 from jpaged.engine.outputs import RequestGroup, SequenceOutput, logprob_dict, new_metrics, tokenizer_decoder
 from jpaged.engine.runner import (
     ModelRunner,
@@ -106,6 +107,7 @@ class Engine:
             )
         self.runner = runner
         self.scheduler = self._new_scheduler()
+        self.times = StepTimes()
         self._in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()
         self._groups: dict[str, RequestGroup] = {}
         self._sequences: dict[str, tuple[RequestGroup, SequenceOutput]] = {}
@@ -370,23 +372,41 @@ class Engine:
           Exception: whatever the device raised. Requests stay queued with their known tokens; the
             next call computes them again.
         """
+        times, clock = self.times, time.perf_counter
         with self._recovering():
+            started = clock()
             step = self.scheduler.schedule()
+            times.schedule += clock() - started
             results = self._run(step)
+            ran = clock()
             progressed = [self._update(*result) for result in results]
+            updated = clock()
             self._collect([sequence for sequences in progressed for sequence in sequences])
             outputs, self._outbox = self._outbox, []
+            times.update += updated - ran
+            times.outputs += clock() - updated
             return outputs
 
     def _run(self, step: ScheduledStep | None) -> list[tuple[ScheduledStep, StepResult]]:
         """Dispatches a step; waits for those before it, and for itself without overlap."""
+        times, clock = self.times, time.perf_counter
         if step is not None:
-            self._in_flight.append((step, self.runner.run(step)))
+            started = clock()
+            handle = self.runner.run(step)
+            now = clock()
+            times.dispatch += now - started
+            times.dispatched(now, busy=bool(self._in_flight) and not self._in_flight[-1][1].ready())
+            self._in_flight.append((step, handle))
         results = []
         keep = 1 if self.options.overlap and step is not None else 0
         while len(self._in_flight) > keep:
             oldest, handle = self._in_flight[0]
+            started, was_ready = clock(), handle.ready()
             results.append((oldest, handle.result()))
+            now = clock()
+            times.wait += now - started
+            if not was_ready:
+                times.waited(now)
             self._in_flight.popleft()
         return results
 
@@ -407,6 +427,7 @@ class Engine:
                 self._abort_unfinished(group)
             else:
                 group.metrics.first_token_time = group.metrics.first_token_time or now
+                self.times.first_token = self.times.first_token or now
             progressed.append(sequence)
         return progressed
 
@@ -432,6 +453,8 @@ class Engine:
         """Detokenizes, applies stop strings, and reports into the outbox."""
         groups: dict[str, RequestGroup] = {}
         for sequence in [*self._unreported, *progressed]:
+            if not sequence.due:
+                continue
             request = sequence.request
             if request.request_id not in self._sequences:
                 continue  # reported as finished already
@@ -500,6 +523,9 @@ class Engine:
         Where vLLM's metrics have a name for it, the name is theirs; `prefix_cache_queries` and
         `prefix_cache_hits` are in tokens. `kv_blocks_free`, `_cached` (unused, evictable) and `_active`
         add up to `_total`. `kv_waste` is the share of allocated slots that held no token, over all steps.
+        `host_seconds` are those of `step` by part, `device_wait_seconds` those in which it waited, and the
+        device was busy for `device_busy_seconds` at least; see `StepTimes`. `first_token_time` is a moment of
+        `time.monotonic()`.
         """
         scheduler, kv = self.scheduler, self.scheduler.kv
         stats, total = scheduler.stats, kv.pool.num_blocks
@@ -523,6 +549,10 @@ class Engine:
             "prefix_cache_hits": kv.stats.hit_tokens,
             "prefix_cache_evictions": kv.cache.num_evicted if kv.cache else 0,
             "prefix_cache_copies": kv.stats.copies,
+            "host_seconds": self.times.host,
+            "device_wait_seconds": self.times.wait,
+            "device_busy_seconds": self.times.device_busy,
+            "first_token_time": self.times.first_token,
         }
 
     def snapshot(self) -> dict[str, Any]:
@@ -552,6 +582,7 @@ class Engine:
         """Starts counting afresh."""
         self.scheduler.stats = SchedulerStats()
         self.scheduler.kv.stats = KVStats()
+        self.times = StepTimes()
 
 
 def _sizes_on_device(

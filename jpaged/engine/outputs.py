@@ -45,6 +45,11 @@ class SequenceOutput:
             )
 
     @property
+    def due(self) -> bool:
+        """Whether its text or its end may be wanted now, and not only once it has finished."""
+        return self._incremental or self.request.finished
+
+    @property
     def text(self) -> str:
         return self._detokenizer.text if self._detokenizer else ""
 
@@ -54,7 +59,7 @@ class SequenceOutput:
         Called again, it does nothing.
         """
         request = self.request
-        if self._detokenizer is None or self._complete or not (self._incremental or request.finished):
+        if self._detokenizer is None or self._complete or not self.due:
             return None
         self._complete = request.finished
         output = request.output_token_ids

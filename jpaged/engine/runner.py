@@ -58,6 +58,10 @@ class StepHandle(Protocol):
         """Waits for the step and returns what it gave."""
         ...
 
+    def ready(self) -> bool:
+        """Whether the step has finished. Does not wait."""
+        ...
+
 
 class Runner(Protocol):
     """What the engine needs of a device."""
@@ -93,7 +97,7 @@ class ModelRunner:
         deterministic: bool,
     ):
         self.config = config
-        self.params = params
+        self.params = _committed(params)
         self.sizes = sizes
         self.layout = layout
         self.backend = backend
@@ -113,10 +117,11 @@ class ModelRunner:
         self.packer = self._new_packer(self.buckets)
 
     def _restore(self) -> None:
-        self.cache: KVCache = init_kv_cache(
+        cache = init_kv_cache(
             self.config, self.sizes.num_kv_blocks + 1, self.sizes.block_size, self.layout, self.platform
         )
-        self.state = init_row_state(self.sizes.max_num_seqs, self.config.vocab_size)
+        self.cache: KVCache = _committed(cache)
+        self.state = _committed(init_row_state(self.sizes.max_num_seqs, self.config.vocab_size))
 
     def _new_packer(self, buckets: Buckets) -> Packer:
         return Packer(
@@ -163,7 +168,7 @@ class ModelRunner:
         old, new = (jax.tree.map(lambda x: (x.shape, str(x.dtype)), p) for p in (self.params, params))
         if old != new:
             raise ValueError("the new params differ from the old ones in structure, shape or dtype")
-        self.params = params
+        self.params = _committed(params)
 
     def _dispatch(self, batch: Any, variant: Variant) -> StepOutput:
         arguments = (self.params, self.cache, self.state, batch)
@@ -273,6 +278,9 @@ class DeviceHandle:
         for leaf in jax.tree.leaves(self.output):
             leaf.copy_to_host_async()
 
+    def ready(self) -> bool:
+        return self.output.tokens.is_ready()
+
     def result(self) -> StepResult:
         tokens, failures = {}, {}
         sampled = np.asarray(self.output.tokens).tolist()
@@ -306,7 +314,9 @@ def _to_host(logprobs: Logprobs) -> list[TokenLogprobs]:
     return [TokenLogprobs(*row) for row in zip(*(np.asarray(c).tolist() for c in columns), strict=True)]
 
 
-def temporary_bytes(config: ModelConfig, sizes: Sizes, *, layout: KVLayout, platform: str, backend: Backend) -> int:
+def temporary_bytes(
+    config: ModelConfig, sizes: Sizes, *, layout: KVLayout, platform: str, backend: Backend
+) -> int:
     """Bytes of temporaries of the largest prefill bucket, from its compiled program; nothing runs."""
     tokens, seqs = sizes.max_num_batched_tokens, min(sizes.max_num_batched_tokens, sizes.max_num_seqs)
     packer = Packer(
@@ -331,6 +341,15 @@ def temporary_bytes(config: ModelConfig, sizes: Sizes, *, layout: KVLayout, plat
     analysis = compiled.memory_analysis()
     assert analysis is not None, "the compiler does not tell the program's memory"
     return analysis.temp_size_in_bytes
+
+
+def _committed(tree: Any) -> Any:
+    """The same arrays, bound to the default device.
+
+    What a step returns is bound as soon as one of its arguments is, and a program that was compiled for
+    arrays that are not is compiled again for those that are: so all are, from the beginning.
+    """
+    return jax.device_put(tree, jax.devices()[0])
 
 
 def cast_params(params: Params, dtype: str) -> Params:

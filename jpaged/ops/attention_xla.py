@@ -205,8 +205,8 @@ def _attend_group(
         ids = lax.dynamic_slice_in_dim(tables, tile * tile_blocks, tile_blocks, axis=1)
         return entries.at[ids].get(mode="promise_in_bounds")  # [B, tile_blocks, K, P, ..]
 
-    def scales(pool: Pool, tile: jax.Array) -> jax.Array:
-        scale = decode_scale(load(pool.scale, tile))  # [B, tile_blocks, K, P]
+    def scales(stored: jax.Array, tile: jax.Array) -> jax.Array:
+        scale = decode_scale(load(stored, tile))  # [B, tile_blocks, K, P]
         return scale.transpose(0, 2, 1, 3).reshape(B, K, 1, tile_len)
 
     def step(tile: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple:
@@ -217,7 +217,7 @@ def _attend_group(
         keys = keys.transpose(0, 2, 4, 1, 3).reshape(B, K, D, tile_len)
         scores = product("bkqd,bkdt->bkqt", q, keys)
         if k_pool.scale is not None:
-            scores *= scales(k_pool, tile)
+            scores *= scales(k_pool.scale, tile)
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         seen = key_position[None, None, :] <= row_position[:, :, None]  # [B, Q * G, tile_len]
@@ -233,7 +233,7 @@ def _attend_group(
         written = key_position[None, :] <= last[:, None]  # [B, tile_len]
         values = jnp.where(written[:, None, :, None], values, jnp.zeros((), values.dtype))
         if v_pool.scale is not None:
-            weights *= jnp.where(written[:, None, None], scales(v_pool, tile), 0)
+            weights *= jnp.where(written[:, None, None], scales(v_pool.scale, tile), 0)
         update = product("bkqt,bktd->bkqd", weights.astype(dtype), values)
         return new_top, total, acc * keep[..., None] + update
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.experimental.pallas as pl
@@ -74,7 +75,7 @@ def write_kv(
     if k_pool.dtype == jnp.float8_e4m3fn:  # bits are stored: GPUs before Ada have no such type
         k, v = (_bits(x.astype(k_pool.dtype)) for x in (k, v))
         out = write_kv(_bits(k_pool), _bits(v_pool), k, v, slots, interpret=interpret)
-        return tuple(lax.bitcast_convert_type(x, k_pool.dtype) for x in out)
+        return lax.bitcast_convert_type(out[0], k_pool.dtype), lax.bitcast_convert_type(out[1], k_pool.dtype)
     parts = _powers(head_dim)
     rows = _TILE_VALUES // (1 << (head_dim - 1).bit_length())
     flat = [x.reshape(-1, head_dim) for x in (k, v)]
@@ -111,7 +112,9 @@ def _quantize_kernel(
         scale = (top / largest).astype(scale_ref.dtype)
         divisor = scale.astype(jnp.float32)[:, None]
         scaled = [
-            jnp.clip(jnp.where(divisor == 0, 0, part / jnp.where(divisor == 0, 1, divisor)), -largest, largest)
+            jnp.clip(
+                jnp.where(divisor == 0, 0, part / jnp.where(divisor == 0, 1, divisor)), -largest, largest
+            )
             for part in parts
         ]
         entries = _ENCODE[format](*scaled).astype(data_ref.dtype)
@@ -123,7 +126,7 @@ def _quantize_kernel(
 
 
 def _round(x: jax.Array) -> jax.Array:
-    """To the nearest whole number, halves to even, for magnitudes far below 2**22: Triton has no such operation."""
+    """To the nearest whole number, halves to even, for magnitudes below 2**22: Triton cannot."""
     magic = jnp.float32(1.5 * 2**23)
     return lax.bitcast_convert_type(x + magic, jnp.int32) - lax.bitcast_convert_type(magic, jnp.int32)
 
@@ -142,7 +145,7 @@ def _encode_fp8(x: jax.Array) -> jax.Array:
     return encoded | ((bits >> 24) & 0x80)
 
 
-_ENCODE = {"int8": _round, "fp8_e4m3": _encode_fp8, "int4": _encode_int4}
+_ENCODE: dict[str, Callable[..., jax.Array]] = {"int8": _round, "fp8_e4m3": _encode_fp8, "int4": _encode_int4}
 
 
 def write_quantized_kv(
@@ -168,7 +171,11 @@ def write_quantized_kv(
     block_size = pools[0].shape[2]
     check_pool_size(pools[0])
     rows = _TILE_VALUES // (1 << (head_dim - 1).bit_length())
-    arguments = [k.astype(jnp.float32).reshape(-1, head_dim), v.astype(jnp.float32).reshape(-1, head_dim), slots]
+    arguments = [
+        k.astype(jnp.float32).reshape(-1, head_dim),
+        v.astype(jnp.float32).reshape(-1, head_dim),
+        slots,
+    ]
     data = [_bits(pool) if pool.dtype == jnp.float8_e4m3fn else pool for pool in pools[:2]]
     flat = [pool.reshape(-1, pool.shape[3]) for pool in data] + [pool.reshape(-1) for pool in pools[2:]]
     out = pl.pallas_call(

@@ -131,7 +131,9 @@ def test_a_gpus_pool_leaves_room_for_weights_row_state_and_temporaries(model, mo
     def blocks(limit: int) -> int:
         device = types.SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": limit})
         monkeypatch.setattr(jax, "devices", lambda: [device])
-        return _sizes_on_device(config, options, params, KVLayout.of(config, "float32"), Backend("xla")).num_kv_blocks
+        return _sizes_on_device(
+            config, options, params, KVLayout.of(config, "float32"), Backend("xla")
+        ).num_kv_blocks
 
     temporaries = 1_000_000
     monkeypatch.setattr(engine_module, "temporary_bytes", lambda *arguments, **named: temporaries)
@@ -148,7 +150,9 @@ def test_a_gpus_pool_leaves_room_for_weights_row_state_and_temporaries(model, mo
 def test_temporaries_are_those_of_a_compiled_step(model):
     config, _ = model
     options = EngineConfig(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=32, num_kv_blocks=4)
-    sizes = resolve_sizes(config, options, layout=KVLayout.of(config, "float32"), platform="cpu", pool_bytes=None)
+    sizes = resolve_sizes(
+        config, options, layout=KVLayout.of(config, "float32"), platform="cpu", pool_bytes=None
+    )
     found = temporary_bytes(
         config, sizes, layout=KVLayout.of(config, "float32"), platform="cpu", backend=Backend("xla")
     )

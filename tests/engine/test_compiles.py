@@ -118,6 +118,29 @@ def test_random_traffic_compiles_nothing_after_warm_up(warm):
     assert stats["prefix_cache_evictions"] > 5 and stats["num_requests_running_peak"] == 8
 
 
+@pytest.mark.parametrize("bound", [False, True])
+def test_no_bucket_compiles_again_whether_weights_are_bound_to_a_device_or_not(bound):
+    """Orbax restores arrays that are bound to a device, and then all that a step returns is."""
+    config = tiny_config(num_layers=1, vocab_size=VOCABULARY + 2 + bound)
+    params = tiny_params(config)
+    if bound:
+        params = jax.device_put(params, jax.devices()[0])
+    engine = Engine(config, params, max_model_len=32, max_num_seqs=2, max_num_batched_tokens=32)
+    engine.warmup((Variant.GREEDY,))
+    before = compilations.count
+    for length in (3, 5, 7):
+        engine.add_request(list(range(3, 3 + length)), SamplingParams(temperature=0, max_tokens=length))
+    while engine.has_unfinished():
+        engine.step()
+    assert compilations.count == before
+    if not bound:
+        engine.update_params(jax.device_put(tiny_params(config, seed=1), jax.devices()[0]))
+        engine.add_request([5, 6, 7], SamplingParams(temperature=0, max_tokens=3))
+        while engine.has_unfinished():
+            engine.step()
+        assert compilations.count == before
+
+
 def test_recovery_compiles_nothing(warm):
     before = compilations.count
     warm.add_request([5, 6, 7], SamplingParams(temperature=0, max_tokens=3))

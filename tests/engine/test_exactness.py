@@ -141,7 +141,9 @@ def poison(engine: Engine, value: float = np.nan) -> None:
     """Fills every slot of the pool, the null block included, with `value`."""
 
     def fill(array):
-        dtype = {"uint16": ml_dtypes.bfloat16, "uint8": ml_dtypes.float8_e4m3fn}.get(str(array.dtype), array.dtype)
+        dtype = {"uint16": ml_dtypes.bfloat16, "uint8": ml_dtypes.float8_e4m3fn}.get(
+            str(array.dtype), array.dtype
+        )
         filled = np.full(array.shape, value if dtype != np.int8 else 99).astype(dtype)
         return jax.numpy.asarray(filled.view(array.dtype))
 

@@ -103,7 +103,9 @@ def test_a_layer_can_be_exempted(model, kv_cache_dtype):
     config, params = model
     sizes = dict(max_model_len=96, max_num_seqs=8, num_kv_blocks=64)
     engine = Engine(config, params, kv_cache_dtype=kv_cache_dtype, kv_cache_skip_layers=(1,), **sizes)
-    formats = [(k.format, v.format) for k, v in zip(engine.runner.cache.k, engine.runner.cache.v, strict=True)]
+    formats = [
+        (k.format, v.format) for k, v in zip(engine.runner.cache.k, engine.runner.cache.v, strict=True)
+    ]
     assert formats == [("int8", kv_cache_dtype), ("float32", "float32")]
     layout = KVLayout.of(config, "float32", kv_cache_dtype, (1,))
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.runner.cache))

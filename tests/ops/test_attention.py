@@ -151,7 +151,12 @@ class TestPrefill:
             np.testing.assert_allclose(np.asarray(alone)[0], whole[index], rtol=0, atol=1e-6 * scale)
 
 
-QUANTIZED = [("int8", "float32", 90), ("fp8_e4m3", "bfloat16", 90), ("fp8_e4m3", "float32", 80), ("int4", "bfloat16", 80)]
+QUANTIZED = [
+    ("int8", "float32", 90),
+    ("fp8_e4m3", "bfloat16", 90),
+    ("fp8_e4m3", "float32", 80),
+    ("int4", "bfloat16", 80),
+]
 QUANTIZED_SHAPES = [(3, 64), (2, 80), (4, 96), (2, 128)]  # (group, head_dim)
 
 

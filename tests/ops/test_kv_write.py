@@ -267,4 +267,6 @@ def test_quantized_entries_land_with_their_scales(format, head_dim, write):
             for token, slot in enumerate(slots):
                 filled[slot // P, :, slot % P] = wanted[token]
             # A scale may be rounded the other way, since the rotation's sums have another order.
-            np.testing.assert_allclose(got.astype(np.float32), filled.astype(np.float32), atol=1e-6, rtol=0.07)
+            np.testing.assert_allclose(
+                got.astype(np.float32), filled.astype(np.float32), atol=1e-6, rtol=0.07
+            )
