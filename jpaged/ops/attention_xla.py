@@ -159,7 +159,7 @@ def attend_tiles(
       float32 [B, Q, H, D].
     """
     num_tiles, num_queries = positions.shape
-    size = _GROUP_DECODE if num_queries == 1 else _GROUP_PREFILL
+    size = min(_GROUP_DECODE if num_queries == 1 else _GROUP_PREFILL, num_tiles)
     tables = _pad_to_multiple(tables, 1, max(1, CONTEXT_TILE // k_pool.block_size), 0)
 
     def grouped(x: jax.Array, fill: int) -> jax.Array:
