@@ -60,6 +60,8 @@ class LLM:
         params: Params | None = None,
         tokenizer: Any = None,
         dtype: str = "auto",
+        kv_cache_dtype: str = "auto",
+        kv_cache_skip_layers: Sequence[int] = (),
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
@@ -91,6 +93,8 @@ class LLM:
         """
         options: dict[str, Any] = dict(
             dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            kv_cache_skip_layers=tuple(kv_cache_skip_layers),
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -16,6 +16,7 @@ import sys
 from tqdm import tqdm
 
 from jpaged import LLM
+from jpaged.config import DTYPES, LARGEST
 from jpaged.engine.metrics import since_process_start
 from jpaged.offline import Record, check_batch, run_batch
 
@@ -68,7 +69,13 @@ def _parser() -> argparse.ArgumentParser:
         "--max-tokens", type=int, help="for requests that do not say (default: 16, chats no limit)"
     )
     engine = parser.add_argument_group("engine", "what is not given is derived from the model and the device")
-    engine.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    engine.add_argument("--dtype", default="auto", choices=("auto", *DTYPES))
+    engine.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        choices=("auto", *DTYPES, *LARGEST),
+        help="default: that of --dtype",
+    )
     engine.add_argument("--max-model-len", type=int, help="longest sequence in tokens, prompt and output")
     engine.add_argument("--max-num-seqs", type=int, help="most sequences that run at once")
     engine.add_argument("--max-num-batched-tokens", type=int, help="most tokens computed in one step")
@@ -83,6 +90,7 @@ def _load(args: argparse.Namespace) -> LLM:
     return LLM(
         args.model,
         dtype=args.dtype,
+        kv_cache_dtype=args.kv_cache_dtype,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
