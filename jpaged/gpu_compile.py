@@ -191,15 +191,15 @@ def shared_bytes(thunks: str) -> dict[str, int]:
     return {name: int(size) for name, size in lines}
 
 
-def pool_operands(program: str, entries: int) -> dict[str, set[int]]:
-    """Pallas kernels of a program: name -> which operands are pools, arrays of `entries` entries."""
+def pool_operands(program: str, entries: set[int]) -> dict[str, set[int]]:
+    """Pallas kernels of a program: name -> which operands are pools: arrays of as many entries."""
     found = {}
     for line in re.findall(r'^.*custom_call_target="__gpu\$xla\.gpu\.triton".*$', program, re.M):
         name = re.search(r'[{ ]name = "([^"]+)"', line)
         assert name is not None, line[:200]
         label = "operand_layout_constraints="
         operands = _arrays(_enclosed(line, line.index(label) + len(label)))
-        found[name[1]] = {i for i, (size, _) in enumerate(operands) if size == entries}
+        found[name[1]] = {i for i, (size, _) in enumerate(operands) if size in entries}
     return found
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import multiprocessing
 import os
@@ -28,7 +29,7 @@ from typing import Any
 import jax
 
 from jpaged.batch import init_row_state
-from jpaged.config import DTYPES, EngineConfig
+from jpaged.config import DTYPES, LARGEST, EngineConfig, ModelConfig
 from jpaged.engine import steps
 from jpaged.engine.packing import Buckets, Packer
 from jpaged.engine.sizing import device_pool_bytes, resolve_sizes
@@ -43,19 +44,16 @@ from jpaged.gpu_compile import (
     dump_flags,
     pool_operands,
 )
-from jpaged.kv_cache import bytes_per_block, init_kv_cache
+from jpaged.kv_cache import KVLayout, bytes_per_block, init_kv_cache
 from jpaged.models.transformer import abstract_params
+from jpaged.ops import attention
 from jpaged.ops.attention import Backend
 from jpaged.ops.sampling import Variant
-from jpaged.pallas.decode import paged_decode
-from jpaged.pallas.prefill import paged_prefill
-from jpaged.pallas.write import write_kv
 from jpaged.presets import PRESETS, preset
 
 TIMEOUT_S = 900  # of one compilation
 LEAST_LOAD_BYTES = 16
-KV_DTYPES = ("bfloat16", "float32", "float16", "int8", "fp8_e4m3")
-ARRAY_DTYPES = {"fp8_e4m3": "float8_e4m3fn"}  # where an array's dtype has another name
+KV_DTYPES = ("bfloat16", "float32", "float16", *LARGEST)
 STEPS = ("decode_step", "prefill_step")
 # Each process is forked from one that has imported what takes long and done nothing.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -69,7 +67,7 @@ class Case:
     operation: str  # decode, prefill or write
     head_dim: int
     group: int
-    pool: str  # dtype of the pool
+    pool: str  # format of the KV cache
     block_size: int = 16
     window: int | None = None
     soft_cap: float | None = None
@@ -96,7 +94,7 @@ def select_cases(quick: bool) -> list[Case]:
     if quick:
         return [Case(o, *shape) for shape in common for o in both] + [Case("write", 128, 4, "bfloat16")]
     head_dims, groups = (64, 80, 96, 128, 256), (3, 1, 7, 4, 8)
-    dtypes = ("bfloat16", "float32", "int8", "fp8_e4m3")
+    dtypes = ("bfloat16", "float32", "int8", "fp8_e4m3", "int4")
     square = [(d, groups[(i + j) % 5], t) for i, t in enumerate(dtypes) for j, d in enumerate(head_dims)]
     cases = [Case(o, *shape) for shape in dict.fromkeys(common + square) for o in both]
     cases += [Case("write", d, 4, t) for t in dtypes for d in head_dims]
@@ -112,40 +110,43 @@ def select_cases(quick: bool) -> list[Case]:
 def compile_case(compiler: Compiler, case: Case) -> list[dict[str, Any]]:
     """A record for each GPU kernel of the case."""
     kv_heads, tokens, seqs, width, num_blocks = 2, 256, 32, 128, 8191
-    dtype = ARRAY_DTYPES.get(case.pool, case.pool)
-    slots = (num_blocks, kv_heads, case.block_size)
-    pool = compiler.array((*slots, case.head_dim), dtype)
+    heads = case.group * kv_heads
+    config = preset("llama3-8b").replace(
+        num_layers=1, layer_windows=(), num_heads=heads, num_kv_heads=kv_heads, head_dim=case.head_dim
+    )
+    layout = KVLayout.of(config, case.pool if case.pool in DTYPES else "bfloat16", case.pool)
+    cache = jax.eval_shape(lambda: init_kv_cache(config, num_blocks, case.block_size, layout, "gpu"))
+    pools = jax.tree.map(lambda x: compiler.array(x.shape, x.dtype), (cache.k[0], cache.v[0]))
+    backend = Backend("pallas", compiler.target.capability)
+    decode = case.operation == "decode"
+    masks = dict(window=case.window, soft_cap=case.soft_cap)
+    lens, tables = compiler.array((seqs,), "int32"), compiler.array((seqs, width), "int32")
     if case.operation == "write":
         new = compiler.array((tokens, kv_heads, case.head_dim), "float32")
-        function: Any = jax.jit(write_kv, donate_argnums=(0, 1))
-        arguments = [pool, pool, new, new, compiler.array((tokens,), "int32")]
+        function = jax.jit(functools.partial(attention.write_kv, backend), donate_argnums=(0, 1))
+        arguments = [*pools, new, new, compiler.array((tokens,), "int32")]
+    elif decode:
+        function = jax.jit(functools.partial(attention.paged_decode, backend, **masks))
+        arguments = [compiler.array((seqs, heads, case.head_dim), "float32"), *pools, tables, lens]
     else:
-        decode = case.operation == "decode"
-        rows, heads = seqs if decode else tokens, case.group * kv_heads
-        arguments = [compiler.array((rows, heads, case.head_dim), "float32"), pool, pool]
-        arguments += [compiler.array((seqs, width), "int32")]
-        arguments += [] if decode else [compiler.array((seqs + 1,), "int32")]
-        arguments += [compiler.array((seqs,), "int32")]
-        options = dict(window=case.window, soft_cap=case.soft_cap, capability=compiler.target.capability)
-        options["dtype"] = case.pool if case.pool in DTYPES else "bfloat16"
-        kernel = paged_decode if decode else paged_prefill
-        if case.pool not in DTYPES:
-            arguments += [compiler.array(slots, "bfloat16")] * 2
 
-            def function(*arrays):
-                return kernel(*arrays[:-2], k_scale=arrays[-2], v_scale=arrays[-1], **options)
+        def prefill(q, k_pool, v_pool, tables, query_start, lens):
+            attend = attention.paged_prefill(backend, tables, query_start, lens, tokens)
+            return attend(q, k_pool, v_pool, **masks)
 
-        else:
-
-            def function(*arrays):
-                return kernel(*arrays, **options)
-
-        function = jax.jit(function)
+        function = jax.jit(prefill)
+        arguments = [compiler.array((tokens, heads, case.head_dim), "float32"), *pools, tables]
+        arguments += [compiler.array((seqs + 1,), "int32"), lens]
     program = compiler.compile(function, *arguments).as_text()
-    found = compiler.kernels(pool_operands(program, pool.size))
+    found = compiler.kernels(pool_operands(program, {pool.data.size for pool in pools}))
     if not found or (case.operation != "write" and not any(record["loads"] for record in found.values())):
         raise RuntimeError(f"of the kernels {list(found)} none is seen to read the pools")
     return [{"name": f"{name} {case.shape}"} | record for name, record in found.items()]
+
+
+def weights_dtype(config: ModelConfig, kv_dtype: str) -> str:
+    """That of the pools where these are floats, else the checkpoint's."""
+    return kv_dtype if kv_dtype in DTYPES else config.dtype
 
 
 def compile_step(compiler: Compiler, name: str, model: str, kv_dtype: str) -> dict[str, Any]:
@@ -154,13 +155,14 @@ def compile_step(compiler: Compiler, name: str, model: str, kv_dtype: str) -> di
     `decode_step` is the greedy variant; `prefill_step` the full one, whose temporaries an engine
     subtracts from its memory.
     """
-    config, engine, dtype = preset(model), EngineConfig(), ARRAY_DTYPES.get(kv_dtype, kv_dtype)
-    params = abstract_params(config, kv_dtype if kv_dtype in DTYPES else None)
+    config, engine = preset(model), EngineConfig()
+    params = abstract_params(config, weights_dtype(config, kv_dtype))
     weight_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
-    block_bytes = bytes_per_block(config, engine.block_size, dtype)
+    layout = KVLayout.of(config, weights_dtype(config, kv_dtype), kv_dtype)
+    block_bytes = bytes_per_block(config, engine.block_size, layout)
     left = pool_bytes(compiler.target, weight_bytes, 1 << 30)
     left = max(left, 1024 * block_bytes)  # a model that does not fit is compiled all the same
-    sizes = resolve_sizes(config, engine, dtype=dtype, platform="gpu", pool_bytes=left)
+    sizes = resolve_sizes(config, engine, layout=layout, platform="gpu", pool_bytes=left)
     num_blocks = sizes.num_kv_blocks + 1
     decode, ragged = name == "decode_step", (sizes.max_num_batched_tokens, sizes.max_num_seqs)
     packer = Packer(
@@ -170,7 +172,7 @@ def compile_step(compiler: Compiler, name: str, model: str, kv_dtype: str) -> di
         block_size=sizes.block_size,
         vocab_size=config.vocab_size,
     )
-    cache = jax.eval_shape(lambda: init_kv_cache(config, num_blocks, sizes.block_size, dtype, "gpu"))
+    cache = jax.eval_shape(lambda: init_kv_cache(config, num_blocks, sizes.block_size, layout, "gpu"))
     state = jax.eval_shape(lambda: init_row_state(sizes.max_num_seqs, config.vocab_size))
     arguments = jax.tree.map(
         lambda x: compiler.array(x.shape, x.dtype), (params, cache, state, packer.padding_batch())
@@ -284,8 +286,9 @@ def kv_tokens_fit(args: argparse.Namespace, found_steps: dict[str, dict[str, Any
     weight_bytes = found_steps[STEPS[0]]["weight_bytes"]
     temporary_bytes = max(step["temp_bytes"] for step in found_steps.values())
     left = pool_bytes(TARGETS[args.target], weight_bytes, temporary_bytes)
-    size, dtype = EngineConfig().block_size, ARRAY_DTYPES.get(args.kv_dtype, args.kv_dtype)
-    return left // bytes_per_block(preset(args.model_config), size, dtype) * size
+    size, config = EngineConfig().block_size, preset(args.model_config)
+    layout = KVLayout.of(config, weights_dtype(config, args.kv_dtype), args.kv_dtype)
+    return left // bytes_per_block(config, size, layout) * size
 
 
 def print_report(report: dict[str, Any]) -> None:

@@ -62,13 +62,13 @@ def test_every_dtype_meets_every_head_dim_and_every_group_in_decode_and_prefill(
     cases = script.select_cases(quick=False)
     for operation in ("decode", "prefill"):
         attention = [case for case in cases if case.operation == operation]
-        for dtype in ("bfloat16", "float32", "int8", "fp8_e4m3"):
+        for dtype in ("bfloat16", "float32", "int8", "fp8_e4m3", "int4"):
             assert {c.head_dim for c in attention if c.pool == dtype} == {64, 80, 96, 128, 256}
             assert {c.group for c in attention if c.pool == dtype} == {1, 3, 4, 7, 8}
         assert {c.block_size for c in attention} == {16, 32}
         assert any(c.window for c in attention) and any(c.soft_cap for c in attention)
     writes = {(c.head_dim, c.pool) for c in cases if c.operation == "write"}
-    assert len(writes) == 21 and (80, "fp8_e4m3") in writes
+    assert len(writes) == 26 and (80, "fp8_e4m3") in writes and (256, "int4") in writes
     assert len({case.name for case in cases}) == len(cases)
     assert set(script.select_cases(quick=True)) <= set(cases)
 

@@ -136,7 +136,7 @@ KERNEL_CALL = (
 
 
 def test_the_pools_among_a_kernels_operands_are_found_by_their_size():
-    assert pool_operands(KERNEL_CALL, 5 * 2 * 16 * 8) == {"paged_decode": {1, 2}}
+    assert pool_operands(KERNEL_CALL, {5 * 2 * 16 * 8}) == {"paged_decode": {1, 2}}
 
 
 # A step in small: `copies` below tells what each part stands for.
