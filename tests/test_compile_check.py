@@ -68,7 +68,7 @@ def test_every_dtype_meets_every_head_dim_and_every_group_in_decode_and_prefill(
         assert {c.block_size for c in attention} == {16, 32}
         assert any(c.window for c in attention) and any(c.soft_cap for c in attention)
     writes = {(c.head_dim, c.pool) for c in cases if c.operation == "write"}
-    assert len(writes) == 26 and (80, "fp8_e4m3") in writes
+    assert len(writes) == 26 and (80, "fp8_e4m3") in writes and (256, "int4") in writes
     assert len({case.name for case in cases}) == len(cases)
     assert set(script.select_cases(quick=True)) <= set(cases)
 
