@@ -62,7 +62,8 @@ class MemoryPlan:
 
     @property
     def kv_bytes(self) -> int:
-        return self.kv_blocks * self.kv_bytes_per_block
+        """Of the pool, the null block included."""
+        return (self.kv_blocks + 1) * self.kv_bytes_per_block
 
 
 def plan_memory(
@@ -109,7 +110,7 @@ def plan_memory(
     blocks = min(left // block, MAX_POOL_ENTRIES // entries) - 1  # less the null block
     if blocks < 1:
         raise ValueError(
-            f"memory_bytes={memory_bytes} leaves no room for a KV block of {block} bytes: {usable} bytes usable, "
+            f"memory_bytes={memory_bytes} leaves no room for a KV block of {block} bytes: {usable} usable, "
             f"{sum(parts.values())} of weights, {state_bytes} of row state, {temporary_bytes} of temporaries"
         )
     reserved = config.max_supported_len
@@ -155,7 +156,8 @@ def _part(name: str) -> str:
 def quantized_bytes(rows: int, columns: int, weights: str) -> int:
     """Bytes of a quantized matrix: int8 with a float32 scale per column, or int4 in groups of rows.
 
-    A group of 128 rows (64 or 32 where that does not divide) has a bfloat16 scale and a 4-bit zero per column.
+    A group of 128 rows (64 or 32 where that does not divide) has, per column, a bfloat16 scale and a 4-bit
+    zero.
 
     Raises:
       ValueError: no group size divides the rows.
