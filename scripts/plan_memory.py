@@ -85,7 +85,8 @@ def table(config: ModelConfig, plan: MemoryPlan) -> str:
     lines += [row(f"  temporaries ({source})", plan.temporary_bytes), row("  KV cache", plan.kv_bytes), ""]
     lines += [
         f"KV per token {plan.kv_bytes_per_token:,} bytes: {config.num_layers} layers x "
-        f"{config.num_kv_heads} KV heads x {config.head_dim} values of K and of V, and 2 bytes per quantized head's scale",
+        f"{config.num_kv_heads} KV heads x {config.head_dim} values of K and "
+        "of V, and 2 bytes per quantized head's scale",
         f"with {config.num_heads} full heads it would be {plan.full_heads_bytes_per_token:,}: "
         f"grouped queries save all but 1/{config.group_size}",
         f"KV per block {plan.kv_bytes_per_block:,} bytes; "
