@@ -18,7 +18,7 @@ LAYERS = [
     {"batch", "kv_cache"},
     {"ops"},
     {"models"},
-    {"weights", "engine.steps", "engine.metrics", "engine.sizing"},
+    {"weights", "engine.steps", "engine.metrics", "engine.sizing", "memory_plan"},
     {"engine.packing"},
     {"engine.runner"},
     {"engine.outputs"},
@@ -107,7 +107,7 @@ def test_an_upward_import_is_found(module, source):
 def test_scripts_and_benchmarks_import_public_names_and_the_parts_they_measure():
     allowed = {
         "jpaged.Engine", "jpaged.LLM", "jpaged.SamplingParams", "jpaged.llm", "jpaged.offline",
-        "jpaged.weights", "jpaged.config",
+        "jpaged.weights", "jpaged.config", "jpaged.gpu_compile", "jpaged.memory_plan", "jpaged.presets",
         "jpaged.engine.metrics", "jpaged.ops.sampling", "jpaged.request", "jpaged.sampling_params",
         "jpaged.scheduling.block_pool", "jpaged.scheduling.kv_manager", "jpaged.scheduling.radix_cache",
         "jpaged.scheduling.scheduler",
