@@ -13,15 +13,13 @@ from typing import Any
 import jax
 
 from jpaged.batch import init_row_state
-from jpaged.config import LARGEST, ModelConfig, check_int
+from jpaged.config import LARGEST, QUANTIZATIONS, ModelConfig, check_int
 from jpaged.kv_cache import KVLayout, bytes_per_block, bytes_per_token
-from jpaged.models.transformer import abstract_params
+from jpaged.models.transformer import Params, abstract_params
 from jpaged.pallas.common import MAX_POOL_ENTRIES
 
-WEIGHTS = ("bfloat16", "float16", "float32", "int8", "int4")
+WEIGHTS = ("bfloat16", "float16", "float32", *QUANTIZATIONS)
 KV_FORMATS = ("bfloat16", "float16", "float32", *LARGEST)
-_GROUPS = (128, 64, 32)  # input rows that share a 4-bit scale, the preferred one first
-_MATRICES = ("wqkv", "wo", "w_gate_up", "w_down")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +100,7 @@ def plan_memory(
     is_estimate = temporary_bytes is None
     if temporary_bytes is None:
         temporary_bytes = estimate_temporaries(config, max_num_seqs, max_num_batched_tokens)
-    layout = KVLayout.of(config, "bfloat16" if weights in ("int8", "int4") else weights, kv)
+    layout = KVLayout.of(config, "bfloat16" if weights in QUANTIZATIONS else weights, kv)
     token, block = bytes_per_token(config, layout), bytes_per_block(config, block_size, layout)
     usable = int(memory_bytes * utilization)
     left = usable - sum(parts.values()) - state_bytes - temporary_bytes
@@ -135,14 +133,18 @@ def plan_memory(
 
 def weight_parts(config: ModelConfig, weights: str) -> dict[str, int]:
     """Bytes of a model's weights by part; quantization leaves embedding, head, norms and biases alone."""
-    quantized = weights in ("int8", "int4")
-    params = abstract_params(config, "bfloat16" if quantized else weights)
+    params = _abstract_params(config, weights)
     parts = dict.fromkeys(("embedding", "attention", "mlp", "norms", "output head"), 0)
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        name = path[-1].name
-        size = quantized_bytes(*leaf.shape, weights) if quantized and name in _MATRICES else _bytes(leaf)
-        parts[_part(name)] += size
+        field = path[2] if path[0].name == "layers" else path[0]
+        parts[_part(field.name)] += _bytes(leaf)
     return parts
+
+
+def _abstract_params(config: ModelConfig, weights: str) -> Params:
+    if weights in QUANTIZATIONS:
+        return abstract_params(config, "bfloat16", weights)
+    return abstract_params(config, weights)
 
 
 def _part(name: str) -> str:
@@ -151,24 +153,6 @@ def _part(name: str) -> str:
     if name in ("embed", "lm_head"):
         return "embedding" if name == "embed" else "output head"
     return "attention" if name in ("wqkv", "bqkv", "wo", "bo") else "mlp"
-
-
-def quantized_bytes(rows: int, columns: int, weights: str) -> int:
-    """Bytes of a quantized matrix: int8 with a float32 scale per column, or int4 in groups of rows.
-
-    A group of 128 rows (64 or 32 where that does not divide) has, per column, a bfloat16 scale and a 4-bit
-    zero.
-
-    Raises:
-      ValueError: no group size divides the rows.
-    """
-    if weights == "int8":
-        return rows * columns + 4 * columns
-    group = next((g for g in _GROUPS if rows % g == 0), None)
-    if group is None:
-        raise ValueError(f"weights='int4' needs matrices of a multiple of {_GROUPS[-1]} rows, not {rows}")
-    pairs = rows // group * columns
-    return rows * columns // 2 + 2 * pairs + math.ceil(pairs / 2)
 
 
 def estimate_temporaries(config: ModelConfig, max_num_seqs: int, max_num_batched_tokens: int) -> int:

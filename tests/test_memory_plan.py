@@ -7,7 +7,7 @@ import pytest
 from conftest import tiny_config, tiny_params
 
 from jpaged.engine.engine import Engine
-from jpaged.memory_plan import plan_memory, quantized_bytes
+from jpaged.memory_plan import plan_memory
 from jpaged.presets import preset
 
 
@@ -45,9 +45,12 @@ def test_short_contexts_hold_more_sequences_than_contiguous_reservation():
 
 
 def test_bytes_of_quantized_matrices():
-    assert quantized_bytes(256, 10, "int8") == 2560 + 40
-    assert quantized_bytes(256, 10, "int4") == 1280 + 2 * 20 + 10
-    assert quantized_bytes(96, 3, "int4") == 144 + 2 * 9 + 5
+    config = tiny_config(hidden_size=256, intermediate_size=96, num_layers=1)
+    columns = 2 * 5 * 16  # of wqkv; wo has 96 rows and 256 columns
+    int8 = plan_memory(config, 1 << 30, weights="int8", context=64).weight_parts
+    assert int8["attention"] == 256 * columns + 4 * columns + 96 * 256 + 4 * 256
+    int4 = plan_memory(config, 1 << 30, weights="int4", context=64).weight_parts
+    assert int4["attention"] == 128 * columns + 5 * 2 * columns + 48 * 256 + 5 * 3 * 256
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_account():
