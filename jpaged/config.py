@@ -16,6 +16,9 @@ DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16")
 LARGEST = {"int8": 127.0, "fp8_e4m3": 448.0, "int4": 7.0}
 """Quantized formats of the KV cache, and the magnitude that the largest of a token's values is mapped to."""
 
+QUANTIZATIONS = ("int8", "int4")
+"""What the matrices of a model's layers can be rounded to when it is loaded."""
+
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
 

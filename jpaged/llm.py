@@ -60,6 +60,7 @@ class LLM:
         params: Params | None = None,
         tokenizer: Any = None,
         dtype: str = "auto",
+        quantization: str | None = None,
         kv_cache_dtype: str = "auto",
         kv_cache_skip_layers: Sequence[int] = (),
         max_model_len: int | None = None,
@@ -85,6 +86,8 @@ class LLM:
           tokenizer: a transformers tokenizer, or the path of one; by default the model's own.
           dtype: `auto` is the checkpoint's on a GPU, on a CPU bfloat16 if it has instructions for it
             and else float32, and for `params` in memory their own.
+          quantization: `int8` or `int4` rounds the layers' matrices while `model` is loaded; see
+            `docs/quantization.md`. Not for `params` in memory.
 
         The other arguments are fields of `EngineConfig`.
 
@@ -114,10 +117,12 @@ class LLM:
         _use_compilation_cache()
         if (model is None) == (params is None) or (params is None) != (config is None):
             raise ValueError("give either model, or both config and params")
+        if model is None and quantization is not None:
+            raise ValueError(f"{quantization=} needs model: params in memory are taken as they are")
         if isinstance(tokenizer, (str, os.PathLike)):
             tokenizer = _load_tokenizer(tokenizer)
         if model is not None:
-            config, params, tokenizer = _load(model, dtype, tokenizer)
+            config, params, tokenizer = _load(model, dtype, quantization, tokenizer)
         assert config is not None
         self.model_name = os.fspath(model) if model is not None else config.architecture
         self.tokenizer = tokenizer
@@ -476,7 +481,9 @@ class Stream:
             self._llm._forget(self.request_id)
 
 
-def _load(model: str | os.PathLike[str], dtype: str, tokenizer: Any) -> tuple[ModelConfig, Params, Any]:
+def _load(
+    model: str | os.PathLike[str], dtype: str, quantization: str | None, tokenizer: Any
+) -> tuple[ModelConfig, Params, Any]:
     from jpaged.weights import open_checkpoint
 
     started = time.monotonic()
@@ -484,7 +491,7 @@ def _load(model: str | os.PathLike[str], dtype: str, tokenizer: Any) -> tuple[Mo
     if dtype == "auto":
         dtype = cpu_dtype() if jax.default_backend() == "cpu" else checkpoint.config.dtype
     tokenizer = tokenizer if tokenizer is not None else checkpoint.load_tokenizer()
-    params = checkpoint.load_params(dtype)
+    params = checkpoint.load_params(dtype, quantization)
     logger.info("loaded %s in %s in %.1f s", model, dtype, time.monotonic() - started)
     return checkpoint.config, params, tokenizer
 

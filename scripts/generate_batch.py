@@ -16,7 +16,7 @@ import sys
 from tqdm import tqdm
 
 from jpaged import LLM
-from jpaged.config import DTYPES, LARGEST
+from jpaged.config import DTYPES, LARGEST, QUANTIZATIONS
 from jpaged.engine.metrics import since_process_start
 from jpaged.offline import Record, check_batch, run_batch
 
@@ -76,6 +76,9 @@ def _parser() -> argparse.ArgumentParser:
         choices=("auto", *DTYPES, *LARGEST),
         help="default: that of --dtype",
     )
+    engine.add_argument(
+        "--quantization", choices=QUANTIZATIONS, help="rounds the layers' matrices at load (default: none)"
+    )
     engine.add_argument("--max-model-len", type=int, help="longest sequence in tokens, prompt and output")
     engine.add_argument("--max-num-seqs", type=int, help="most sequences that run at once")
     engine.add_argument("--max-num-batched-tokens", type=int, help="most tokens computed in one step")
@@ -90,6 +93,7 @@ def _load(args: argparse.Namespace) -> LLM:
     return LLM(
         args.model,
         dtype=args.dtype,
+        quantization=args.quantization,
         kv_cache_dtype=args.kv_cache_dtype,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,

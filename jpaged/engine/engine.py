@@ -596,7 +596,9 @@ def _sizes_on_device(
         return sizes
     state = jax.eval_shape(lambda: init_row_state(sizes.max_num_seqs, config.vocab_size))
     fixed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, state)))
-    temporaries = temporary_bytes(config, sizes, layout=layout, platform=device.platform, backend=backend)
+    temporaries = temporary_bytes(
+        config, params, sizes, layout=layout, platform=device.platform, backend=backend
+    )
     left = device_pool_bytes(device, options.gpu_memory_utilization, fixed, temporaries)
     return resolve_sizes(config, options, layout=layout, platform=device.platform, pool_bytes=left)
 

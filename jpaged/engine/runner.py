@@ -20,8 +20,9 @@ from jpaged.engine import steps
 from jpaged.engine.packing import Buckets, PackedStep, Packer, RowSetup, declare_buckets
 from jpaged.engine.sizing import Sizes
 from jpaged.kv_cache import KVCache, KVLayout, init_kv_cache
-from jpaged.models.transformer import Params, abstract_params
+from jpaged.models.transformer import Params
 from jpaged.ops.attention import Backend
+from jpaged.ops.quantized import QuantizedMatrix
 from jpaged.ops.sampling import Variant
 from jpaged.scheduling.kv_manager import BlockCopy
 from jpaged.scheduling.scheduler import ScheduledSequence, ScheduledStep
@@ -315,9 +316,12 @@ def _to_host(logprobs: Logprobs) -> list[TokenLogprobs]:
 
 
 def temporary_bytes(
-    config: ModelConfig, sizes: Sizes, *, layout: KVLayout, platform: str, backend: Backend
+    config: ModelConfig, params: Params, sizes: Sizes, *, layout: KVLayout, platform: str, backend: Backend
 ) -> int:
-    """Bytes of temporaries of the largest prefill bucket, from its compiled program; nothing runs."""
+    """Bytes of temporaries of the largest prefill bucket, from its compiled program; nothing runs.
+
+    Of `params` only shapes and dtypes count.
+    """
     tokens, seqs = sizes.max_num_batched_tokens, min(sizes.max_num_batched_tokens, sizes.max_num_seqs)
     packer = Packer(
         Buckets((), ((tokens, seqs),)),
@@ -329,7 +333,7 @@ def temporary_bytes(
     cache = jax.eval_shape(lambda: init_kv_cache(config, 2, sizes.block_size, layout, platform))
     state = jax.eval_shape(lambda: init_row_state(sizes.max_num_seqs, config.vocab_size))
     compiled = steps.prefill_step.lower(
-        abstract_params(config, layout.dtype),
+        params,
         cache,
         state,
         packer.padding_batch(),
@@ -353,5 +357,12 @@ def _committed(tree: Any) -> Any:
 
 
 def cast_params(params: Params, dtype: str) -> Params:
-    """Parameters in `dtype`; those that already are stay the same arrays."""
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
+    """Parameters in `dtype`; those that already are stay the same arrays.
+
+    Of a quantized matrix only the dtype of its products' operands changes.
+    """
+
+    def cast(x: Any) -> Any:
+        return x.replace(dtype=dtype) if isinstance(x, QuantizedMatrix) else jnp.asarray(x, dtype)
+
+    return jax.tree.map(cast, params, is_leaf=lambda x: isinstance(x, QuantizedMatrix))

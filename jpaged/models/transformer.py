@@ -16,6 +16,7 @@ from flax import struct
 
 from jpaged.config import ModelConfig
 from jpaged.ops.layers import apply_rope, linear, rms_norm, rope_frequencies, rope_table, silu_gate, unembed
+from jpaged.ops.quantized import QuantizedMatrix, abstract_matrix
 
 
 @struct.dataclass
@@ -23,21 +24,25 @@ class LayerParams:
     """Weights of one layer; products are `x @ w`. Absent biases and norms are `None`.
 
     The columns of `wqkv` are grouped by KV head: for each, its `G` query heads, its key head, its
-    value head, so that a split over KV heads is a split of columns.
+    value head, so that a split over KV heads is a split of columns. The four matrices may be quantized.
     """
 
     attn_norm: jax.Array  # [E]
-    wqkv: jax.Array  # [E, K * (G + 2) * D]
+    wqkv: jax.Array | QuantizedMatrix  # [E, K * (G + 2) * D]
     bqkv: jax.Array | None  # [K * (G + 2) * D]
     q_norm: jax.Array | None  # [D]
     k_norm: jax.Array | None  # [D]
-    wo: jax.Array  # [H * D, E]
+    wo: jax.Array | QuantizedMatrix  # [H * D, E]
     bo: jax.Array | None  # [E]
     mlp_norm: jax.Array  # [E]
-    w_gate_up: jax.Array  # [E, 2 * F]: the gate's columns, then up's
+    w_gate_up: jax.Array | QuantizedMatrix  # [E, 2 * F]: the gate's columns, then up's
     b_gate_up: jax.Array | None  # [2 * F]
-    w_down: jax.Array  # [F, E]
+    w_down: jax.Array | QuantizedMatrix  # [F, E]
     b_down: jax.Array | None  # [E]
+
+
+QUANTIZED_FIELDS = ("wqkv", "wo", "w_gate_up", "w_down")
+"""Fields of `LayerParams` that `quantization` applies to."""
 
 
 @struct.dataclass
@@ -50,8 +55,14 @@ class Params:
     lm_head: jax.Array | None  # [V, E]; None where it is tied to `embed`
 
 
-def abstract_params(config: ModelConfig, dtype: jnp.dtype | str | None = None) -> Params:
-    """The parameter tree as `jax.ShapeDtypeStruct`s, in `dtype` (default: the checkpoint's)."""
+def abstract_params(
+    config: ModelConfig, dtype: jnp.dtype | str | None = None, quantization: str | None = None
+) -> Params:
+    """The parameter tree as `jax.ShapeDtypeStruct`s, in `dtype` (default: the checkpoint's).
+
+    Raises:
+      ValueError: the layers' matrices cannot be quantized so; see `ops.quantized.group_size`.
+    """
     dtype = jnp.dtype(dtype or config.dtype)
     E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
     qkv = config.num_kv_heads * (config.group_size + 2) * D
@@ -59,18 +70,23 @@ def abstract_params(config: ModelConfig, dtype: jnp.dtype | str | None = None) -
     def spec(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
+    def matrix(rows: int, columns: int) -> Any:
+        if quantization is None:
+            return spec(rows, columns)
+        return abstract_matrix(rows, columns, quantization, str(dtype))
+
     layer = LayerParams(
         attn_norm=spec(E),
-        wqkv=spec(E, qkv),
+        wqkv=matrix(E, qkv),
         bqkv=spec(qkv) if config.qkv_bias else None,
         q_norm=spec(D) if config.qk_norm else None,
         k_norm=spec(D) if config.qk_norm else None,
-        wo=spec(config.num_heads * D, E),
+        wo=matrix(config.num_heads * D, E),
         bo=spec(E) if config.out_bias else None,
         mlp_norm=spec(E),
-        w_gate_up=spec(E, 2 * F),
+        w_gate_up=matrix(E, 2 * F),
         b_gate_up=spec(2 * F) if config.mlp_bias else None,
-        w_down=spec(F, E),
+        w_down=matrix(F, E),
         b_down=spec(E) if config.mlp_bias else None,
     )
     return Params(

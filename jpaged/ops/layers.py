@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from jpaged.config import RopeConfig
+from jpaged.ops.quantized import QuantizedMatrix, quantized_product
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -22,27 +23,27 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return x * scale * jnp.expand_dims(weight.astype(jnp.float32), tuple(range(x.ndim - 1)))
 
 
-def linear(x: jax.Array, w: jax.Array, b: jax.Array | None = None) -> jax.Array:
+def linear(x: jax.Array, w: jax.Array | QuantizedMatrix, b: jax.Array | None = None) -> jax.Array:
     """`x @ w + b` with float32 sums: x [T, E], w [E, X], b [X] -> float32 [T, X]."""
-    return _product(x, w, 0, b)
+    y = quantized_product(x, w) if isinstance(w, QuantizedMatrix) else _product(x, w, 0)
+    return y if b is None else y + b.astype(jnp.float32)[None, :]
 
 
 def unembed(x: jax.Array, w: jax.Array) -> jax.Array:
     """Logits `x @ w.T`: x [S, E], w [V, E] -> float32 [S, V]."""
-    return _product(x, w, 1, None)
+    return _product(x, w, 1)
 
 
-def _product(x: jax.Array, w: jax.Array, contracted: int, b: jax.Array | None) -> jax.Array:
+def _product(x: jax.Array, w: jax.Array, contracted: int) -> jax.Array:
     # A float32 product on a GPU is tf32 unless asked otherwise.
     precision = lax.Precision.HIGHEST if w.dtype == jnp.float32 else None
-    y = lax.dot_general(
+    return lax.dot_general(
         x.astype(w.dtype),
         w,
         (((1,), (contracted,)), ((), ())),
         precision=precision,
         preferred_element_type=jnp.float32,
     )
-    return y if b is None else y + b.astype(jnp.float32)[None, :]
 
 
 def silu_gate(gate_up: jax.Array) -> jax.Array:

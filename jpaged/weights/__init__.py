@@ -39,8 +39,10 @@ class Checkpoint(Protocol):
     def config(self) -> ModelConfig:
         """The model; `config.dtype` is the checkpoint's own."""
 
-    def load_params(self, dtype: str | None = None) -> Params:
+    def load_params(self, dtype: str | None = None, quantization: str | None = None) -> Params:
         """The parameters in `dtype` (default: the checkpoint's), on JAX's default device.
+
+        `quantization` (`int8` or `int4`) rounds the layers' matrices, one after another.
 
         Raises:
           ValueError: the stored weights do not fit the model, each fault by name.
@@ -85,11 +87,13 @@ def open_checkpoint(name: str | os.PathLike[str]) -> Checkpoint:
     )
 
 
-def load_model(name: str | os.PathLike[str], dtype: str | None = None) -> LoadedModel:
+def load_model(
+    name: str | os.PathLike[str], dtype: str | None = None, quantization: str | None = None
+) -> LoadedModel:
     """Opens a checkpoint and loads all of it; `open_checkpoint` and `Checkpoint` have the details."""
     checkpoint = open_checkpoint(name)
     dtype = dtype or checkpoint.config.dtype
-    params = checkpoint.load_params(dtype)
+    params = checkpoint.load_params(dtype, quantization)
     config = checkpoint.config.replace(dtype=dtype)
     return LoadedModel(config, params, checkpoint.load_tokenizer())
 

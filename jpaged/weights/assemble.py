@@ -17,7 +17,8 @@ import ml_dtypes
 import numpy as np
 
 from jpaged.config import DTYPES, ModelConfig
-from jpaged.models.transformer import Params, abstract_params
+from jpaged.models.transformer import QUANTIZED_FIELDS, Params, abstract_params
+from jpaged.ops.quantized import quantize_matrix
 from jpaged.weights import names
 from jpaged.weights.names import Target
 
@@ -60,6 +61,7 @@ def assemble(
     dtype: str,
     tensors: Iterable[SourceTensor],
     targets: Mapping[str, Target],
+    quantization: str | None = None,
 ) -> Params:
     """Parameters of `config` in `dtype`, on JAX's default device.
 
@@ -72,19 +74,28 @@ def assemble(
       dtype: of every parameter.
       tensors: what the checkpoint has.
       targets: where each belongs, from `names.targets`.
+      quantization: of the layers' matrices, each after it was filled in `dtype`; or `None`.
 
     Raises:
       ValueError: tensors are missing, unexpected, or there twice, one has a wrong shape, a tied
-        output matrix differs from the embedding, or a value does not fit `dtype`.
+        output matrix differs from the embedding, a value does not fit `dtype`, or `quantization` is not
+        one that the model's shapes allow.
     """
     out_dtype = numpy_dtype(dtype)
+    abstract_params(config, dtype, quantization)  # refuses a shape or a name before anything is read
     by_leaf = _by_leaf(_checked(tensors, targets), targets)
     paths, tree = jax.tree_util.tree_flatten_with_path(abstract_params(config, dtype))
     leaves = []
     for path, spec in paths:
         sources = by_leaf[jax.tree_util.keystr(path, simple=True, separator=".")]
-        leaves.append(_leaf(sources, targets, spec.shape, out_dtype))
-    logger.info("loaded %d parameters in %s", sum(leaf.size for leaf in leaves), dtype)
+        buffer = _filled(sources, targets, spec.shape, out_dtype)
+        if quantization is not None and path[-1].name in QUANTIZED_FIELDS:
+            leaf = quantize_matrix(buffer, quantization)
+        else:
+            leaf = jax.device_put(buffer)
+        leaves.append(jax.block_until_ready(leaf))
+        del buffer  # before the next one is made
+    logger.info("loaded %d parameters in %s", sum(math.prod(spec.shape) for _, spec in paths), dtype)
     return jax.tree_util.tree_unflatten(tree, leaves)
 
 
@@ -124,9 +135,9 @@ def _by_leaf(tensors: Sequence[SourceTensor], targets: Mapping[str, Target]) -> 
     return grouped
 
 
-def _leaf(
+def _filled(
     sources: Sequence[SourceTensor], targets: Mapping[str, Target], shape: tuple[int, ...], dtype: np.dtype
-) -> jax.Array:
+) -> np.ndarray:
     buffer = np.empty(shape, dtype)
     stored = [tensor.shape for tensor in sources if not targets[tensor.name].compare]
     assert sum(map(math.prod, stored)) == buffer.size, f"the declared tensors do not tile {shape}"
@@ -141,7 +152,7 @@ def _leaf(
                     f"tie_word_embeddings is true, but {tensor.name} in {tensor.origin} differs from the "
                     "embedding; a checkpoint with an output matrix of its own must set it to false"
                 )
-    return jax.device_put(buffer).block_until_ready()
+    return buffer
 
 
 def _chunks(

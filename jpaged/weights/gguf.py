@@ -73,12 +73,12 @@ class GgufCheckpoint:
         file = read_file(path)
         return cls(file, read_config(file))
 
-    def load_params(self, dtype: str | None = None) -> Params:
+    def load_params(self, dtype: str | None = None, quantization: str | None = None) -> Params:
         """The parameters in `dtype` (default: bfloat16); see `assemble` for errors."""
         targets = names.targets(
             self.config, "gguf", rotary_interleaved=self.file.metadata["general.architecture"] == "llama"
         )
-        return assemble(self.config, dtype or self.config.dtype, tensors(self.file), targets)
+        return assemble(self.config, dtype or self.config.dtype, tensors(self.file), targets, quantization)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer that the file describes, or `None` if it describes none."""

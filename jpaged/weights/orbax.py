@@ -51,12 +51,17 @@ class OrbaxCheckpoint:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path / METADATA} cannot be read: {error}") from error
 
-    def load_params(self, dtype: str | None = None) -> Params:
+    def load_params(self, dtype: str | None = None, quantization: str | None = None) -> Params:
         """The parameters in `dtype` (default: as they were saved).
 
         Raises:
-          ValueError: what is stored does not have the tree and shapes that the configuration needs.
+          ValueError: what is stored does not have the tree and shapes that the configuration needs, or
+            `quantization` is asked for: all matrices are restored at once here.
         """
+        if quantization is not None:
+            raise ValueError(
+                f"{quantization=} is not supported for a converted checkpoint; load the original"
+            )
         dtype = dtype or self.config.dtype
         wanted = abstract_params(self.config, numpy_dtype(dtype))
         with _checkpointer() as checkpointer:

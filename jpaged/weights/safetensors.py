@@ -51,11 +51,10 @@ class HfCheckpoint:
         """
         return cls(path, read_config(path))
 
-    def load_params(self, dtype: str | None = None) -> Params:
+    def load_params(self, dtype: str | None = None, quantization: str | None = None) -> Params:
         """The parameters in `dtype` (default: the checkpoint's); see `assemble` for errors."""
-        return assemble(
-            self.config, dtype or self.config.dtype, tensors(self.path), names.targets(self.config, "hf")
-        )
+        targets = names.targets(self.config, "hf")
+        return assemble(self.config, dtype or self.config.dtype, tensors(self.path), targets, quantization)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The directory's tokenizer, or `None` if it has none. Remote code is never run."""

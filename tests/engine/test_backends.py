@@ -148,12 +148,12 @@ def test_a_gpus_pool_leaves_room_for_weights_row_state_and_temporaries(model, mo
 
 
 def test_temporaries_are_those_of_a_compiled_step(model):
-    config, _ = model
+    config, params = model
     options = EngineConfig(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=32, num_kv_blocks=4)
     sizes = resolve_sizes(
         config, options, layout=KVLayout.of(config, "float32"), platform="cpu", pool_bytes=None
     )
     found = temporary_bytes(
-        config, sizes, layout=KVLayout.of(config, "float32"), platform="cpu", backend=Backend("xla")
+        config, params, sizes, layout=KVLayout.of(config, "float32"), platform="cpu", backend=Backend("xla")
     )
     assert found > 16 * config.hidden_size * 4  # more than one activation

@@ -1,0 +1,164 @@
+"""Matrices of 8- or 4-bit integers with a scale for each group of input rows, and products with them.
+
+Owns the layout, the rounding at load, and the product in plain XLA. A product dequantizes a few rows at
+a time, so a whole matrix never exists in the activations' dtype.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+
+from jpaged.config import QUANTIZATIONS
+
+GROUPS = (128, 64, 32)
+"""Input rows that share a 4-bit scale, the preferred one first."""
+
+CHUNK_ROWS = 512
+"""Rows of a matrix that are dequantized at a time, at most."""
+
+
+@struct.dataclass
+class QuantizedMatrix:
+    """A matrix [E, X] of values `(q - zero) * scale`; zero and scale belong to a group of rows.
+
+    Two 4-bit values share a byte: of a group's rows the first half is in the low bits, the second half in
+    the high bits.
+
+    Attributes:
+      data: int8 [E, X], or uint8 [E / 2, X] of 4-bit values.
+      scale: float32 [E / group, X].
+      zero: uint8 [E / group, X]; `None` for 8 bits.
+      bits: 8 or 4.
+      group: rows that share a scale; E for 8 bits.
+      dtype: of the operands of products.
+    """
+
+    data: jax.Array
+    scale: jax.Array
+    zero: jax.Array | None
+    bits: int = struct.field(pytree_node=False)
+    group: int = struct.field(pytree_node=False)
+    dtype: str = struct.field(pytree_node=False)
+
+
+def group_size(rows: int, quantization: str) -> int:
+    """Rows of a matrix of that many rows that share a scale.
+
+    Raises:
+      ValueError: an unknown quantization, or no group size divides the rows.
+    """
+    if quantization not in QUANTIZATIONS:
+        raise ValueError(f"quantization={quantization!r} must be one of {QUANTIZATIONS}")
+    if quantization == "int8":
+        return rows
+    for group in GROUPS:
+        if rows % group == 0:
+            return group
+    raise ValueError(
+        f"quantization='int4' needs matrices whose input width is a multiple of {GROUPS[-1]}, "
+        f"this one has {rows}"
+    )
+
+
+def abstract_matrix(rows: int, columns: int, quantization: str, dtype: str) -> QuantizedMatrix:
+    """The quantized matrix [rows, columns] as `jax.ShapeDtypeStruct`s; `group_size` has the errors."""
+    group, spec = group_size(rows, quantization), jax.ShapeDtypeStruct
+    scale = spec((rows // group, columns), jnp.float32)
+    if quantization == "int8":
+        return QuantizedMatrix(spec((rows, columns), jnp.int8), scale, None, 8, group, dtype)  # type: ignore[arg-type]
+    data, zero = spec((rows // 2, columns), jnp.uint8), spec(scale.shape, jnp.uint8)
+    return QuantizedMatrix(data, scale, zero, 4, group, dtype)  # type: ignore[arg-type]
+
+
+def quantize_matrix(matrix: np.ndarray, quantization: str) -> QuantizedMatrix:
+    """Rounds a matrix [E, X] of floats, a group of rows at a time, and hands it to JAX.
+
+    int8 maps each column's largest magnitude to 127: an error is at most half a scale. int4 spreads 16 values
+    from the group's smallest value (or 0) to its largest (or 0), with 0 among them: at most one scale.
+
+    Raises:
+      ValueError: see `group_size`; or a value is not finite.
+    """
+    E, X = matrix.shape
+    group = group_size(E, quantization)
+    if quantization == "int8":
+        data, scale = _round_int8(matrix)
+        return QuantizedMatrix(jax.device_put(data), jax.device_put(scale), None, 8, E, str(matrix.dtype))
+    packed = np.empty((E // 2, X), np.uint8)
+    scale, zero = np.empty((E // group, X), np.float32), np.empty((E // group, X), np.uint8)
+    for index in range(E // group):
+        rows = matrix[index * group : (index + 1) * group].astype(np.float32)
+        low, high = np.minimum(rows.min(0), 0), np.maximum(rows.max(0), 0)
+        scale[index] = _nonzero((high - low) / 15)
+        zero[index] = np.round(-low / scale[index])
+        values = np.clip(np.round(rows / scale[index]) + zero[index], 0, 15).astype(np.uint8)
+        half = group // 2
+        packed[index * half : (index + 1) * half] = values[:half] | values[half:] << 4
+    return QuantizedMatrix(
+        jax.device_put(packed), jax.device_put(scale), jax.device_put(zero), 4, group, str(matrix.dtype)
+    )
+
+
+def _round_int8(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    largest = np.zeros(matrix.shape[1], np.float32)
+    pieces = [slice(start, start + CHUNK_ROWS) for start in range(0, len(matrix), CHUNK_ROWS)]
+    for piece in pieces:
+        np.maximum(largest, np.abs(matrix[piece].astype(np.float32)).max(0), out=largest)
+    scale = _nonzero(largest / 127)
+    data = np.empty(matrix.shape, np.int8)
+    for piece in pieces:
+        data[piece] = np.round(matrix[piece].astype(np.float32) / scale)
+    return data, scale[None]
+
+
+def _nonzero(scale: np.ndarray) -> np.ndarray:
+    """One where all values are zero."""
+    if not np.isfinite(scale).all():
+        raise ValueError("a matrix with values that are not finite cannot be quantized")
+    return np.where(scale > 0, scale, np.float32(1))
+
+
+def quantized_product(x: jax.Array, w: QuantizedMatrix) -> jax.Array:
+    """`x @ w` with float32 sums: x [T, E], w [E, X] -> float32 [T, X].
+
+    Rows are dequantized in chunks of whole groups (int8: a divisor of E), and the chunks' products added in
+    order, whatever T is.
+    """
+    T, E = x.shape
+    X = w.data.shape[1]
+    unit = 1 if w.bits == 8 else w.group
+    rows = max(n for n in range(unit, max(CHUNK_ROWS, unit) + 1, unit) if E % n == 0)
+    count = E // rows
+    dtype = jnp.dtype(w.dtype)
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+    def add(sums: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
+        part = lax.dynamic_slice_in_dim(x, index * rows, rows, axis=1).astype(dtype)  # [T, rows]
+        y = lax.dot_general(
+            part,
+            _dequantized_rows(w, index, rows).astype(dtype),
+            (((1,), (0,)), ((), ())),
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        return sums + y, None
+
+    y, _ = lax.scan(add, jnp.zeros((T, X), jnp.float32), jnp.arange(count))
+    return y * w.scale if w.bits == 8 else y
+
+
+def _dequantized_rows(w: QuantizedMatrix, index: jax.Array, rows: int) -> jax.Array:
+    """Chunk `index` of that many rows, float32 [rows, X]; of int8 without its scale."""
+    if w.bits == 8:
+        return lax.dynamic_slice_in_dim(w.data, index * rows, rows)
+    groups, X = rows // w.group, w.data.shape[1]
+    assert w.zero is not None
+    data = lax.dynamic_slice_in_dim(w.data, index * (rows // 2), rows // 2).reshape(groups, w.group // 2, X)
+    scale = lax.dynamic_slice_in_dim(w.scale, index * groups, groups)
+    zero = lax.dynamic_slice_in_dim(w.zero, index * groups, groups).astype(jnp.float32)
+    values = jnp.concatenate([data & 15, data >> 4], axis=1).astype(jnp.float32)  # [groups, group, X]
+    return ((values - zero[:, None]) * scale[:, None]).reshape(rows, X)
