@@ -363,8 +363,6 @@ def cast_params(params: Params, dtype: str) -> Params:
     """
 
     def cast(x: Any) -> Any:
-        return (
-            dataclasses.replace(x, dtype=dtype) if isinstance(x, QuantizedMatrix) else jnp.asarray(x, dtype)
-        )
+        return x.replace(dtype=dtype) if isinstance(x, QuantizedMatrix) else jnp.asarray(x, dtype)
 
     return jax.tree.map(cast, params, is_leaf=lambda x: isinstance(x, QuantizedMatrix))
