@@ -363,6 +363,8 @@ def cast_params(params: Params, dtype: str) -> Params:
     """
 
     def cast(x: Any) -> Any:
-        return x.replace(dtype=dtype) if isinstance(x, QuantizedMatrix) else jnp.asarray(x, dtype)
+        return (
+            dataclasses.replace(x, dtype=dtype) if isinstance(x, QuantizedMatrix) else jnp.asarray(x, dtype)
+        )
 
     return jax.tree.map(cast, params, is_leaf=lambda x: isinstance(x, QuantizedMatrix))
