@@ -123,6 +123,6 @@ def test_scripts_and_benchmarks_import_public_names_and_the_parts_they_measure()
             used = {name for name in imports(path.read_text()) if name.startswith("jpaged")}
             extra = {n for n in used if n not in allowed and not n.startswith("jpaged.weights")}
             measured = ("compile_check.py", "quant_report.py", "gpu_suite.py", "attention.py", "scheduler.py")
-                measures = path.name in measured
+            measures = path.name in measured
             extra -= inside if measures else set()
             assert not extra, f"{path.name} imports {extra}"
