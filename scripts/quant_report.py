@@ -25,8 +25,7 @@ from jax import lax
 from jpaged import Engine, SamplingParams
 from jpaged.config import DTYPES, LARGEST, QUANTIZATIONS, ModelConfig
 from jpaged.kv_cache import KVCache, KVLayout, bytes_per_token, init_kv_cache, write_kv
-from jpaged.models import transformer
-from jpaged.models.transformer import Params
+from jpaged.models.transformer import Params, forward, logits
 from jpaged.ops import attention
 from jpaged.ops.attention import Backend
 from jpaged.weights import open_checkpoint
@@ -137,7 +136,7 @@ def _paged(config: ModelConfig, layout: KVLayout, length: int) -> Callable[..., 
 def _hidden_states(config: ModelConfig, layout: KVLayout, window: int) -> Callable[..., jax.Array]:
     attend = _paged(config, layout, window)
     positions = np.arange(window, dtype=np.int32)
-    return jax.jit(lambda params, ids: transformer.forward(params, config, ids, positions, attend))
+    return jax.jit(lambda params, ids: forward(params, config, ids, positions, attend))
 
 
 @jax.jit
@@ -148,8 +147,8 @@ def _scores(
 
     def chunk(rows: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         wanted, got, ids = rows
-        p = jax.nn.log_softmax(transformer.logits(reference, wanted))
-        q = jax.nn.log_softmax(transformer.logits(quantized, got))
+        p = jax.nn.log_softmax(logits(reference, wanted))
+        q = jax.nn.log_softmax(logits(quantized, got))
         nll = [-jnp.take_along_axis(x, ids[:, None], axis=1)[:, 0] for x in (q, p)]
         kl = jnp.sum(jnp.exp(p) * (p - q), axis=1)
         return nll[0], nll[1], kl, jnp.argmax(p, axis=1) == jnp.argmax(q, axis=1)
@@ -181,7 +180,7 @@ def _attention_errors(
             found.append(jnp.sqrt(jnp.sum((got - wanted) ** 2, (0, 2)) / jnp.sum(wanted**2, (0, 2))))
             return out
 
-        transformer.forward(params, config, ids, jnp.arange(window), attend)
+        forward(params, config, ids, jnp.arange(window), attend)
         return jnp.stack(found)
 
     return errors
