@@ -826,9 +826,9 @@ def test_the_script_runs_the_bundled_prompts_and_prints_answers_and_a_summary(sc
         (
             "m",
             {
-                "dtype": "float32", "kv_cache_dtype": "auto", "max_model_len": None, "max_num_seqs": 2,
-                "max_num_batched_tokens": None, "kv_cache_memory_bytes": None, "deterministic": True,
-                "seed": 0,
+                "dtype": "float32", "quantization": None, "kv_cache_dtype": "auto", "max_model_len": None,
+                "max_num_seqs": 2, "max_num_batched_tokens": None, "kv_cache_memory_bytes": None,
+                "deterministic": True, "seed": 0,
             },
         )
     ]  # fmt: skip
