@@ -58,6 +58,7 @@ WORKLOADS = ("random", "shared-prefix", "multi-turn", "lengths", "sharegpt")
 OURS = ("jpaged", "jpaged-no-cache", "static-contiguous")
 PEERS = re.compile(r"hf-batch1|hf:[1-9]\d*|hf-continuous|vllm|vllm-no-cache")
 HERE = Path(__file__).parent
+PEER_EXIT_S = 60.0  # a peer that takes longer to end is killed: its figures are there
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -269,7 +270,11 @@ class Peer:
         }
 
     def close(self) -> None:
-        self._process.communicate()  # the end of its input ends it
+        try:
+            self._process.communicate(timeout=PEER_EXIT_S)  # the end of its input ends it
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
 
 
 def peer_command(name: str, args: argparse.Namespace) -> list[str]:
@@ -403,6 +408,8 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"--request-rate: {', '.join(peers)} can only be given all requests at once")
     if peers and not (Path(args.baseline_model or args.model) / "config.json").exists():
         parser.error(f"{', '.join(peers)} need --baseline-model: a Hugging Face directory")
+    if args.request_rate is not None and not args.request_rate > 0:
+        parser.error(f"--request-rate {args.request_rate} must be above 0")
     if args.repeat < 1:
         parser.error(f"--repeat {args.repeat} must be at least 1")
     if args.baseline_dtype is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -311,6 +312,8 @@ def test_a_compilation_while_the_clock_runs_fails_the_run(model, capsys, monkeyp
         (["--workload", "sharegpt"], "--dataset-path"),
         (["--engines", "hf:8"], "need --baseline-model"),
         (["--repeat", "0"], "at least 1"),
+        (["--request-rate", "0"], "must be above 0"),
+        (["--request-rate", "nan"], "must be above 0"),
     ],
 )
 def test_arguments_that_contradict_each_other_are_refused(model, capsys, arguments, message):
@@ -355,31 +358,47 @@ def test_sharegpt_is_read_with_the_models_own_tokenizer(tmp_path):
 
 
 PEER = """
-import sys
+import contextlib, sys, threading
 sys.path.insert(0, {folder!r})
 from peers.protocol import answer_runs, peer_parser, run_waves
 
 
+@contextlib.contextmanager
 def make(args):
     print("more of it")
-    return lambda requests: run_waves(
+    stopped = threading.Event()
+    threading.Thread(target=stopped.wait).start()
+    yield lambda requests: run_waves(
         requests, 2, lambda batch: [[r.prompt_token_ids[-1]] * (r.output_len - (r.output_len > 3))
                       for r in batch]
     )
+    if {stops!r}:
+        stopped.set()
 
 
 answer_runs(peer_parser("A peer that repeats the last id of a prompt."), make)
 """
 
 
-def test_a_peer_answers_in_the_same_table_with_what_it_produced(model, capsys, monkeypatch, tmp_path):
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_peer_answers_in_the_same_table_with_what_it_produced(model, capsys, monkeypatch, tmp_path, stops):
+    """One that stops its threads ends when no more runs come; one that does not is ended."""
     script = tmp_path / "peer.py"
-    script.write_text(PEER.format(folder=str(HF_PEER.parents[1])))
+    script.write_text(PEER.format(folder=str(HF_PEER.parents[1]), stops=stops))
     (tmp_path / "config.json").write_text("{}")
+    if not stops:
+        monkeypatch.setattr(throughput, "PEER_EXIT_S", 0.1)
+    codes, close = [], throughput.Peer.close
+
+    def closing(self):
+        close(self)
+        codes.append(self._process.returncode)
+
+    monkeypatch.setattr(throughput.Peer, "close", closing)
     monkeypatch.setattr(throughput, "peer_command", lambda name, args: [args.baseline_python, str(script)])
     arguments = ["--model", model, *SMALL, "--engines", "jpaged,hf:2", "--repeat", "3"]
     code, result, _ = run(capsys, *arguments, "--baseline-model", str(tmp_path))
-    assert code == 0
+    assert code == 0 and codes == [0 if stops else -signal.SIGKILL]
     ours, peer = result["engines"]
     lengths = [r.output_len for r in random_requests(5, (3, 9), (2, 6), seed=0, vocab_size=287)]
     assert ours["output_tokens"] == sum(lengths)

@@ -8,9 +8,9 @@ Loads the model and warms up; then each line on standard input is a run, answere
 from __future__ import annotations
 
 import argparse
-import atexit
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from peers.protocol import Counts, answer_runs, peer_parser, run_waves
+from peers.protocol import Run, answer_runs, peer_parser, run_waves
 from workloads import BenchRequest, full_lengths, load_requests
 
 PAD = 0  # masked, so any id will do
@@ -34,7 +34,8 @@ def main() -> None:
     answer_runs(parser, make)
 
 
-def make(args: argparse.Namespace) -> Callable[[list[BenchRequest]], Counts]:
+@contextlib.contextmanager
+def make(args: argparse.Namespace) -> Iterator[Run]:
     """Loads the model."""
     torch.set_num_threads(args.threads)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
@@ -42,9 +43,13 @@ def make(args: argparse.Namespace) -> Callable[[list[BenchRequest]], Counts]:
     stops = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if args.mode == "continuous":
         engine = Continuous(model, stops, load_requests(args.requests))
-        return lambda requests: run_waves(requests, None, engine.generate)
-    size = 1 if args.mode == "batch1" else args.batch
-    return lambda requests: run_waves(requests, size, lambda batch: static(model, stops, batch))
+        try:
+            yield lambda requests: run_waves(requests, None, engine.generate)
+        finally:
+            engine.stop()
+    else:
+        size = 1 if args.mode == "batch1" else args.batch
+        yield lambda requests: run_waves(requests, size, lambda batch: static(model, stops, batch))
 
 
 @torch.no_grad()
@@ -97,7 +102,6 @@ class Continuous:
             generation_config=config, workload_hints=hints, continuous_batching_config=cache
         )
         self._manager.start()
-        atexit.register(self._manager.stop, block=True, timeout=5)
 
     def generate(self, batch: list[BenchRequest]) -> list[list[int]]:
         """All requests at once."""
@@ -115,6 +119,10 @@ class Continuous:
             elif result is None and not self._manager.is_running():
                 raise RuntimeError("transformers' batching thread ended before its requests did")
         return [done[name].generated_tokens for name in names]
+
+    def stop(self) -> None:
+        """Ends its thread."""
+        self._manager.stop(block=True, timeout=5)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from workloads import BenchRequest, load_requests, waves
@@ -16,6 +17,7 @@ from workloads import BenchRequest, load_requests, waves
 WARM_UP = BenchRequest([7] * 40, 4)
 Generate = Callable[[list[BenchRequest]], list[list[int]]]
 Counts = tuple[int, int, float]  # input tokens, output tokens, seconds
+Run = Callable[[list[BenchRequest]], Counts]
 
 
 def peer_parser(doc: str | None) -> argparse.ArgumentParser:
@@ -57,7 +59,7 @@ def run_waves(requests: list[BenchRequest], batch_size: int | None, generate: Ge
 
 def answer_runs(
     parser: argparse.ArgumentParser,
-    make: Callable[[argparse.Namespace], Callable[[list[BenchRequest]], Counts]],
+    make: Callable[[argparse.Namespace], AbstractContextManager[Run]],
 ) -> None:
     """Makes an engine, warms it up on something short, then runs once for every line on standard input.
 
@@ -65,18 +67,19 @@ def answer_runs(
     print goes to standard error.
 
     Args:
-      make: loads the model; returns what runs requests.
+      make: loads the model, gives what runs requests, and stops its threads when no more come: the
+        interpreter waits for them before it calls what was registered for its end.
     """
     args = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     requests = load_requests(args.requests)
-    run = make(args)
-    started = time.perf_counter()
-    run([WARM_UP])
-    found: dict[str, float] = dict(warmup_s=time.perf_counter() - started)
-    print(json.dumps(found), file=answers, flush=True)
-    for _ in sys.stdin:
-        inputs, outputs, seconds = run(requests)
-        found = dict(input_tokens=inputs, output_tokens=outputs, elapsed_s=seconds)
+    with make(args) as run:
+        started = time.perf_counter()
+        run([WARM_UP])
+        found: dict[str, float] = dict(warmup_s=time.perf_counter() - started)
         print(json.dumps(found), file=answers, flush=True)
+        for _ in sys.stdin:
+            inputs, outputs, seconds = run(requests)
+            found = dict(input_tokens=inputs, output_tokens=outputs, elapsed_s=seconds)
+            print(json.dumps(found), file=answers, flush=True)

@@ -8,13 +8,14 @@ Loads the model and warms up; then each line on standard input is a run, answere
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from peers.protocol import WARM_UP, Counts, answer_runs, peer_parser, run_waves
+from peers.protocol import WARM_UP, Counts, Run, answer_runs, peer_parser, run_waves
 from workloads import BenchRequest, full_lengths, load_requests
 
 # Before vLLM is imported: one process, no look at the hub, and log lines that do not bury the answer.
@@ -33,7 +34,8 @@ def main() -> None:
     answer_runs(parser, make)
 
 
-def make(args: argparse.Namespace) -> Callable[[list[BenchRequest]], Counts]:
+@contextlib.contextmanager
+def make(args: argparse.Namespace) -> Iterator[Run]:
     """Loads the model."""
     from vllm import LLM, SamplingParams
 
@@ -57,7 +59,7 @@ def make(args: argparse.Namespace) -> Callable[[list[BenchRequest]], Counts]:
         llm.reset_prefix_cache()
         return run_waves(requests, None, generate)
 
-    return run
+    yield run
 
 
 if __name__ == "__main__":
