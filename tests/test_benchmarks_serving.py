@@ -280,7 +280,7 @@ def test_the_command_compares_our_engines_and_compiles_nothing_while_the_clock_r
     for found in rows:
         assert found["output_tokens"] == sum(r.output_len for r in expected)
         assert found["input_tokens"] == sum(len(r.prompt_token_ids) for r in expected)
-        assert 0 < found["device_share"] <= 1 and 0 <= found["device_wait_share"] < 1
+        assert 0 <= found["device_share"] <= 1 and 0 <= found["device_wait_share"] <= 1
     assert picture.read_bytes().startswith(b"\x89PNG")
     # The same in the same process again: what was compiled is still there, and no prompt is cached.
     code, again, _ = run(capsys, *arguments)
