@@ -74,15 +74,16 @@ def counted_bytes(context: int, width: int, window: int | None) -> int:
     total = 0
     load = common._load
 
-    def counting(fixed: common.Attention, ref, ids: jax.Array, part: tuple[int, int]) -> jax.Array:
-        entry = fixed.block_size * part[1] * jnp.dtype(ref.dtype).itemsize
+    def counting(fixed: common.Attention, ref, ids: jax.Array, offset: int, size: int, end: int) -> jax.Array:
+        columns = min(size, end - offset)  # what lies past the end is masked
+        entry = fixed.block_size * columns * jnp.dtype(ref.dtype).itemsize
 
         def add(blocks: np.ndarray) -> None:
             nonlocal total
             total += blocks.size * entry
 
         jax.debug.callback(add, ids)
-        return load(fixed, ref, ids, part)
+        return load(fixed, ref, ids, offset, size, end)
 
     blocks = -(-context // P)
     pool = jnp.zeros((blocks + 1, 1, P, 64), jnp.float32)
