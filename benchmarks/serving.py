@@ -198,9 +198,7 @@ def summarize(trace: Trace) -> dict[str, Any]:
         "input_tokens": inputs,
         "output_tokens": outputs,
         "elapsed_s": elapsed,
-        "input_tokens_per_s": inputs / elapsed,
-        "output_tokens_per_s": outputs / elapsed,
-        "total_tokens_per_s": (inputs + outputs) / elapsed,
+        **rates(inputs, outputs, elapsed),
         "ttft_ms": distribution(firsts),
         "itl_ms": distribution(gaps),
         "e2e_ms": distribution([r.finished - r.arrival for r in done]),
@@ -216,6 +214,15 @@ def summarize(trace: Trace) -> dict[str, Any]:
         "device_wait_share": stats["device_wait_seconds"] / elapsed,
         "device_share": stats["device_busy_seconds"] / elapsed,
         "compiles_timed": trace.compiles,
+    }
+
+
+def rates(input_tokens: int, output_tokens: int, seconds: float) -> dict[str, float]:
+    """Tokens per second over a run."""
+    return {
+        "input_tokens_per_s": input_tokens / seconds,
+        "output_tokens_per_s": output_tokens / seconds,
+        "total_tokens_per_s": (input_tokens + output_tokens) / seconds,
     }
 
 

@@ -40,7 +40,7 @@ from typing import Any
 
 import jax
 import workloads
-from serving import Trace, greedy, serve, summarize
+from serving import Trace, greedy, rates, serve, summarize
 from static_batches import StaticEngine
 from workloads import parse_range
 
@@ -155,24 +155,22 @@ class Models:
 
     def __init__(self, args: argparse.Namespace, max_model_len: int):
         self._args = args
-        self._sizes = dict(
+        self._options = dict(
             max_model_len=max_model_len,
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
+            deterministic=args.deterministic,
+            overlap=not args.no_overlap,
         )
         self._llm: LLM | None = None
 
     def engine(self, name: str) -> Engine:
         """The engine of that name. All have KV pools of one size."""
         args = self._args
+        options = self._options | dict(prefix_cache="radix" if name == "jpaged" else "off")
         if self._llm is None:
-            options = dict(
-                kv_cache_memory_bytes=args.kv_cache_memory_bytes,
-                deterministic=args.deterministic,
-                overlap=not args.no_overlap,
-            )
-            off = {} if name == "jpaged" else dict(prefix_cache="off")
-            self._llm = LLM(args.model, dtype=args.dtype, **self._sizes, **options, **off)
+            memory = args.kv_cache_memory_bytes
+            self._llm = LLM(args.model, dtype=args.dtype, kv_cache_memory_bytes=memory, **options)
             if name != "static-contiguous":
                 return self._llm.engine
         first = self._llm.engine
@@ -181,10 +179,7 @@ class Models:
             first.runner.params,
             tokenizer=self._llm.tokenizer,
             num_kv_blocks=first.sizes.num_kv_blocks,
-            prefix_cache="radix" if name == "jpaged" else "off",
-            deterministic=args.deterministic,
-            overlap=not args.no_overlap,
-            **self._sizes,
+            **options,
         )
 
 
@@ -262,12 +257,7 @@ class Peer:
         self._process.stdin.write("run\n")
         self._process.stdin.flush()
         found = self._answer()
-        inputs, outputs, elapsed = (found[key] for key in ("input_tokens", "output_tokens", "elapsed_s"))
-        return found | {
-            "input_tokens_per_s": inputs / elapsed,
-            "output_tokens_per_s": outputs / elapsed,
-            "total_tokens_per_s": (inputs + outputs) / elapsed,
-        }
+        return found | rates(found["input_tokens"], found["output_tokens"], found["elapsed_s"])
 
     def close(self) -> None:
         try:
@@ -300,7 +290,7 @@ def row(
     """
     ordered = sorted(runs, key=lambda run: run["output_tokens_per_s"])
     middle = ordered[(len(ordered) - 1) // 2]
-    rates = {
+    medians = {
         key: statistics.median(run[key] for run in runs)
         for key in ("output_tokens_per_s", "input_tokens_per_s", "total_tokens_per_s")
     }
@@ -312,7 +302,7 @@ def row(
     spread = dict(ratio=None, ratio_low=None, ratio_high=None)
     if ratios:
         spread = dict(ratio=statistics.median(ratios), ratio_low=min(ratios), ratio_high=max(ratios))
-    found = {"name": name, **middle, **rates, **spread, **facts}
+    found = {"name": name, **middle, **medians, **spread, **facts}
     if "compiles_timed" in middle:
         found["compiles_timed"] = max(run["compiles_timed"] for run in runs)
     return found

@@ -7,6 +7,8 @@ from typing import Any
 
 from serving import Trace
 
+from jpaged.viz import canvas
+
 
 def draw(result: dict[str, Any], traces: dict[str, Trace], path: Path) -> None:
     """Draws output tokens/s by engine, and memory over time for each of ours; PNG or SVG by the ending.
@@ -14,11 +16,8 @@ def draw(result: dict[str, Any], traces: dict[str, Trace], path: Path) -> None:
     Raises:
       ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('drawing needs matplotlib: pip install "jpaged[viz]"') from error
-    figure = Figure(figsize=(6 * (2 + len(traces)) / 1.5, 4), dpi=120, layout="constrained")
+    _, figure = canvas(width=6 * (2 + len(traces)) / 1.5, height=4)
+    figure.set_layout_engine("constrained")
     rates, running, *memories = figure.subplots(1, 2 + len(traces))
     rows = result["engines"][::-1]
     bars = rates.barh([row["name"] for row in rows], [row["output_tokens_per_s"] for row in rows])

@@ -94,11 +94,14 @@ class KVCache:
     v: tuple[Pool, ...]
 
 
-def _entry(format: str, head_dim: int) -> tuple[jnp.dtype, int]:
-    """Dtype and number of the array entries that hold one token's values of one head."""
-    if format == "int4":
-        return jnp.dtype(jnp.uint8), head_dim // 2
-    return jnp.dtype(jnp.float8_e4m3fn if format == "fp8_e4m3" else format), head_dim
+def _entry_dtype(format: str) -> jnp.dtype:
+    """Dtype of the entries of an array that holds values of a format."""
+    return jnp.dtype({"int4": "uint8", "fp8_e4m3": "float8_e4m3fn"}.get(format, format))
+
+
+def _num_entries(format: str, head_dim: int) -> int:
+    """Entries that hold one token's values of one head."""
+    return head_dim // 2 if format == "int4" else head_dim
 
 
 def storage_dtype(dtype: Any, platform: str) -> jnp.dtype:
@@ -114,9 +117,9 @@ def init_kv_cache(
     """Zeroed pools of `num_blocks` blocks, the null block included."""
 
     def pool(format: str, is_rotated: bool) -> Pool:
-        dtype, count = _entry(format, config.head_dim)
         shape = (num_blocks, config.num_kv_heads, block_size)
-        data = jnp.zeros((*shape, count), storage_dtype(dtype, platform))
+        stored = storage_dtype(_entry_dtype(format), platform)
+        data = jnp.zeros((*shape, _num_entries(format, config.head_dim)), stored)
         quantized = format in LARGEST
         scale = jnp.zeros(shape, storage_dtype(SCALE_DTYPE, platform)) if quantized else None
         return Pool(data, scale, format, layout.dtype if quantized else format, is_rotated)
@@ -131,8 +134,8 @@ def bytes_per_token(config: ModelConfig, layout: KVLayout) -> int:
     """Bytes of one token's K and V in every layer, scales included."""
 
     def head_bytes(format: str) -> int:
-        dtype, count = _entry(format, config.head_dim)
-        return count * dtype.itemsize + (jnp.dtype(SCALE_DTYPE).itemsize if format in LARGEST else 0)
+        entries = _num_entries(format, config.head_dim) * _entry_dtype(format).itemsize
+        return entries + (jnp.dtype(SCALE_DTYPE).itemsize if format in LARGEST else 0)
 
     return config.num_kv_heads * sum(map(head_bytes, (*layout.k, *layout.v)))
 
@@ -199,7 +202,7 @@ def decode_values(entries: jax.Array, format: str, dtype: str) -> jax.Array:
     """Stored entries [..., D] (or packed [..., D/2]) as values of `dtype`, not yet scaled."""
     if format == "int4":
         return unpack_int4(entries).astype(dtype)
-    return _from_storage(entries, _entry(format, 0)[0]).astype(dtype)
+    return _from_storage(entries, _entry_dtype(format)).astype(dtype)
 
 
 def decode_scale(scale: jax.Array) -> jax.Array:
@@ -210,7 +213,7 @@ def decode_scale(scale: jax.Array) -> jax.Array:
 def device_arrays(pool: Pool) -> tuple[jax.Array, jax.Array | None]:
     """Entries and scales in the dtypes that a GPU stores them in: what the kernels take."""
     scale = None if pool.scale is None else _from_storage(pool.scale, SCALE_DTYPE)
-    return _from_storage(pool.data, _entry(pool.format, 0)[0]), scale
+    return _from_storage(pool.data, _entry_dtype(pool.format)), scale
 
 
 def with_device_arrays(pool: Pool, data: jax.Array, scale: jax.Array | None) -> Pool:
@@ -247,7 +250,7 @@ def write_kv(k_pool: Pool, v_pool: Pool, k: jax.Array, v: jax.Array, slots: jax.
     """Stores new tokens' K and V, in place where the pools are donated.
 
     Args:
-      k, v: [T, K, D].
+      k, v: [T, K, D], turned by `rotate` where the pool holds such.
       slots: int32 [T], `block * P + offset`; padding tokens point into block 0.
     """
     block, offset = slots // k_pool.block_size, slots % k_pool.block_size
@@ -259,7 +262,7 @@ def write_kv(k_pool: Pool, v_pool: Pool, k: jax.Array, v: jax.Array, slots: jax.
     def write(pool: Pool, x: jax.Array) -> Pool:
         if pool.scale is None:
             return dataclasses.replace(pool, data=put(pool.data, x.astype(pool.format)))
-        entries, scale = quantize(rotate(x, pool), pool.format)
+        entries, scale = quantize(x, pool.format)
         return dataclasses.replace(pool, data=put(pool.data, entries), scale=put(pool.scale, scale))
 
     return write(k_pool, k), write(v_pool, v)

@@ -94,13 +94,14 @@ def plan_memory(
     check_int("memory_bytes", memory_bytes, low=1)
     check_int("context", context, low=1, high=config.max_supported_len)
     check_int("max_num_seqs", max_num_seqs, low=1)
-    parts = weight_parts(config, weights)
+    dtype, quantization = ("bfloat16", weights) if weights in QUANTIZATIONS else (weights, None)
+    parts = _weight_parts(abstract_params(config, dtype, quantization))
     state = jax.eval_shape(lambda: init_row_state(max_num_seqs, config.vocab_size))
     state_bytes = sum(map(_bytes, jax.tree.leaves(state)))
     is_estimate = temporary_bytes is None
     if temporary_bytes is None:
         temporary_bytes = estimate_temporaries(config, max_num_seqs, max_num_batched_tokens)
-    layout = KVLayout.of(config, "bfloat16" if weights in QUANTIZATIONS else weights, kv)
+    layout = KVLayout.of(config, dtype, kv)
     token, block = bytes_per_token(config, layout), bytes_per_block(config, block_size, layout)
     usable = int(memory_bytes * utilization)
     left = usable - sum(parts.values()) - state_bytes - temporary_bytes
@@ -131,20 +132,13 @@ def plan_memory(
     )
 
 
-def weight_parts(config: ModelConfig, weights: str) -> dict[str, int]:
-    """Bytes of a model's weights by part; quantization leaves embedding, head, norms and biases alone."""
-    params = _abstract_params(config, weights)
+def _weight_parts(params: Params) -> dict[str, int]:
+    """Bytes of a model's weights by part."""
     parts = dict.fromkeys(("embedding", "attention", "mlp", "norms", "output head"), 0)
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         field = path[2] if path[0].name == "layers" else path[0]
         parts[_part(field.name)] += _bytes(leaf)
     return parts
-
-
-def _abstract_params(config: ModelConfig, weights: str) -> Params:
-    if weights in QUANTIZATIONS:
-        return abstract_params(config, "bfloat16", weights)
-    return abstract_params(config, weights)
 
 
 def _part(name: str) -> str:

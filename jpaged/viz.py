@@ -25,7 +25,7 @@ def draw_blocks(snapshots: Sequence[Snapshot], path: str | os.PathLike[str]) -> 
     """
     if not snapshots:
         raise ValueError("snapshots is empty; at least 1 is needed")
-    matplotlib, figure = _canvas(width=max(6.0, 0.12 * len(snapshots)), height=6.0)
+    matplotlib, figure = canvas(width=max(6.0, 0.12 * len(snapshots)), height=6.0)
     colours: dict[str, int] = {}
     grid = [[_colour(owners, colours) for owners in snapshot["blocks"]] for snapshot in snapshots]
     palette = [*_COLOURS, *(_request_colour(matplotlib, i, len(colours)) for i in range(len(colours)))]
@@ -54,7 +54,7 @@ def draw_tree(snapshot: Snapshot, path: str | os.PathLike[str]) -> None:
     Raises:
       ImportError: matplotlib is not installed.
     """
-    _, figure = _canvas(width=8.0, height=6.0)
+    _, figure = canvas(width=8.0, height=6.0)
     axes = figure.add_subplot()
     line = 0
     for root in snapshot["tree"]:
@@ -92,7 +92,12 @@ def _request_colour(matplotlib: Any, index: int, count: int) -> Any:
     return matplotlib.colormaps["turbo"](0.05 + 0.9 * index / max(1, count - 1))
 
 
-def _canvas(*, width: float, height: float) -> tuple[Any, Any]:
+def canvas(*, width: float, height: float) -> tuple[Any, Any]:
+    """matplotlib and an empty figure of so many inches.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
     try:
         import matplotlib
         import matplotlib.colors

@@ -114,7 +114,7 @@ def compile_case(compiler: Compiler, case: Case) -> list[dict[str, Any]]:
     config = preset("llama3-8b").replace(
         num_layers=1, layer_windows=(), num_heads=heads, num_kv_heads=kv_heads, head_dim=case.head_dim
     )
-    layout = KVLayout.of(config, case.pool if case.pool in DTYPES else "bfloat16", case.pool)
+    layout = kv_layout(config, case.pool)
     cache = jax.eval_shape(lambda: init_kv_cache(config, num_blocks, case.block_size, layout, "gpu"))
     pools = jax.tree.map(lambda x: compiler.array(x.shape, x.dtype), (cache.k[0], cache.v[0]))
     backend = Backend("pallas", compiler.target.capability)
@@ -144,9 +144,9 @@ def compile_case(compiler: Compiler, case: Case) -> list[dict[str, Any]]:
     return [{"name": f"{name} {case.shape}"} | record for name, record in found.items()]
 
 
-def weights_dtype(config: ModelConfig, kv_dtype: str) -> str:
-    """That of the pools where these are floats, else the checkpoint's."""
-    return kv_dtype if kv_dtype in DTYPES else config.dtype
+def kv_layout(config: ModelConfig, kv_dtype: str) -> KVLayout:
+    """How keys and values are stored; weights have the pools' dtype where that is a float."""
+    return KVLayout.of(config, kv_dtype if kv_dtype in DTYPES else config.dtype, kv_dtype)
 
 
 def compile_step(compiler: Compiler, name: str, model: str, kv_dtype: str) -> dict[str, Any]:
@@ -156,9 +156,9 @@ def compile_step(compiler: Compiler, name: str, model: str, kv_dtype: str) -> di
     subtracts from its memory.
     """
     config, engine = preset(model), EngineConfig()
-    params = abstract_params(config, weights_dtype(config, kv_dtype))
+    layout = kv_layout(config, kv_dtype)
+    params = abstract_params(config, layout.dtype)
     weight_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
-    layout = KVLayout.of(config, weights_dtype(config, kv_dtype), kv_dtype)
     block_bytes = bytes_per_block(config, engine.block_size, layout)
     left = pool_bytes(compiler.target, weight_bytes, 1 << 30)
     left = max(left, 1024 * block_bytes)  # a model that does not fit is compiled all the same
@@ -287,8 +287,7 @@ def kv_tokens_fit(args: argparse.Namespace, found_steps: dict[str, dict[str, Any
     temporary_bytes = max(step["temp_bytes"] for step in found_steps.values())
     left = pool_bytes(TARGETS[args.target], weight_bytes, temporary_bytes)
     size, config = EngineConfig().block_size, preset(args.model_config)
-    layout = KVLayout.of(config, weights_dtype(config, args.kv_dtype), args.kv_dtype)
-    return left // bytes_per_block(config, size, layout) * size
+    return left // bytes_per_block(config, size, kv_layout(config, args.kv_dtype)) * size
 
 
 def print_report(report: dict[str, Any]) -> None:

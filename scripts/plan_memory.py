@@ -19,6 +19,7 @@ from jpaged.config import ModelConfig
 from jpaged.gpu_compile import TARGETS, check_plugin
 from jpaged.memory_plan import KV_FORMATS, WEIGHTS, MemoryPlan, plan_memory
 from jpaged.presets import PRESETS, preset
+from jpaged.viz import canvas
 
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "fp8_e4m3"}
 
@@ -99,11 +100,9 @@ def table(config: ModelConfig, plan: MemoryPlan) -> str:
 
 def draw(plan: MemoryPlan, path: str) -> None:
     """Draws the account as one stacked bar."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('drawing needs matplotlib: pip install "jpaged[viz]"') from error
-    axes = Figure(figsize=(8, 2.5), layout="constrained").add_subplot()
+    _, figure = canvas(width=8, height=2.5)
+    figure.set_layout_engine("constrained")
+    axes = figure.add_subplot()
     parts = plan.weight_parts | {"row state": plan.row_state_bytes, "temporaries": plan.temporary_bytes}
     parts |= {"KV cache": plan.kv_bytes, "left": plan.usable_bytes - plan.weight_bytes}
     parts["left"] -= plan.row_state_bytes + plan.temporary_bytes + plan.kv_bytes
@@ -114,7 +113,7 @@ def draw(plan: MemoryPlan, path: str) -> None:
         start += size / 2**30
     axes.set(xlabel="GiB", yticks=[])
     axes.legend(ncols=5, fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    axes.figure.savefig(path)
+    figure.savefig(path)
 
 
 def _parser() -> argparse.ArgumentParser:

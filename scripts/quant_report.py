@@ -24,7 +24,7 @@ from jax import lax
 
 from jpaged import Engine, SamplingParams
 from jpaged.config import DTYPES, LARGEST, QUANTIZATIONS, ModelConfig
-from jpaged.kv_cache import KVCache, KVLayout, bytes_per_token, init_kv_cache, write_kv
+from jpaged.kv_cache import KVLayout, bytes_per_token, init_kv_cache
 from jpaged.models.transformer import Params, forward, logits
 from jpaged.ops import attention
 from jpaged.ops.attention import Backend
@@ -118,16 +118,15 @@ def compare(
 def _paged(config: ModelConfig, layout: KVLayout, length: int) -> Callable[..., jax.Array]:
     """Attention of one sequence that writes its K and V into pools and reads them back: an `attend`."""
     blocks = -(-length // BLOCK_SIZE)
-    tables = np.arange(1, blocks + 1, dtype=np.int32)[None]
-    slots = BLOCK_SIZE + np.arange(length, dtype=np.int32)
-    start, lens = np.array([0, length], np.int32), np.array([length], np.int32)
-    cache: KVCache = init_kv_cache(config, blocks + 1, BLOCK_SIZE, layout, jax.default_backend())
+    tables = jnp.arange(1, blocks + 1, dtype=jnp.int32)[None]
+    slots = BLOCK_SIZE + jnp.arange(length, dtype=jnp.int32)
+    start, lens = jnp.array([0, length], jnp.int32), jnp.array([length], jnp.int32)
+    cache = init_kv_cache(config, blocks + 1, BLOCK_SIZE, layout, jax.default_backend())
+    backend = Backend("xla")
+    over = attention.paged_prefill(backend, tables, start, lens, length)
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        pools = write_kv(cache.k[layer], cache.v[layer], k, v, jnp.asarray(slots))
-        over = attention.paged_prefill(
-            Backend("xla"), jnp.asarray(tables), jnp.asarray(start), jnp.asarray(lens), length
-        )
+        pools = attention.write_kv(backend, cache.k[layer], cache.v[layer], k, v, slots)
         return over(q, *pools, window=config.layer_windows[layer])
 
     return attend

@@ -110,7 +110,7 @@ def test_scripts_and_benchmarks_import_public_names_and_the_parts_they_measure()
         "jpaged.weights", "jpaged.config", "jpaged.gpu_compile", "jpaged.memory_plan", "jpaged.presets",
         "jpaged.engine.metrics", "jpaged.ops.sampling", "jpaged.request", "jpaged.sampling_params",
         "jpaged.scheduling.block_pool", "jpaged.scheduling.kv_manager", "jpaged.scheduling.radix_cache",
-        "jpaged.scheduling.scheduler",
+        "jpaged.scheduling.scheduler", "jpaged.viz",
     }  # fmt: skip
     inside = {  # for those that compile or time steps and kernels themselves
         "jpaged.batch", "jpaged.engine.packing", "jpaged.engine.runner", "jpaged.engine.sizing",

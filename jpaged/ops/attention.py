@@ -131,7 +131,8 @@ def write_kv(
     v: jax.Array,
     slots: jax.Array,
 ) -> tuple[Pool, Pool]:
-    """Stores new tokens' K and V: see `kv_cache.write_kv`."""
+    """Stores new tokens' K and V [T, K, D], rotated where the pools want it: see `kv_cache.write_kv`."""
+    k, v = rotate(k, k_pool), rotate(v, v_pool)
     if not backend.uses_kernels:
         return kv_cache.write_kv(k_pool, v_pool, k, v, slots)
     (k_data, k_scale), (v_data, v_scale) = device_arrays(k_pool), device_arrays(v_pool)
@@ -140,8 +141,8 @@ def write_kv(
     else:
         k_data, v_data, k_scale, v_scale = pallas_write.write_quantized_kv(
             (k_data, v_data, k_scale, v_scale),
-            rotate(k, k_pool),
-            rotate(v, v_pool),
+            k,
+            v,
             slots,
             formats=(k_pool.format, v_pool.format),
             interpret=backend.interpret,

@@ -45,10 +45,6 @@ def _powers(size: int) -> tuple[tuple[int, int], ...]:
     return tuple(parts)
 
 
-def _bits(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, jnp.uint8)
-
-
 def write_kv(
     k_pool: jax.Array,
     v_pool: jax.Array,
@@ -72,10 +68,6 @@ def write_kv(
     num_tokens, kv_heads, head_dim = k.shape
     block_size = k_pool.shape[2]
     check_pool_size(k_pool)
-    if k_pool.dtype == jnp.float8_e4m3fn:  # bits are stored: GPUs before Ada have no such type
-        k, v = (_bits(x.astype(k_pool.dtype)) for x in (k, v))
-        out = write_kv(_bits(k_pool), _bits(v_pool), k, v, slots, interpret=interpret)
-        return lax.bitcast_convert_type(out[0], k_pool.dtype), lax.bitcast_convert_type(out[1], k_pool.dtype)
     parts = _powers(head_dim)
     rows = _TILE_VALUES // (1 << (head_dim - 1).bit_length())
     flat = [x.reshape(-1, head_dim) for x in (k, v)]
@@ -176,7 +168,10 @@ def write_quantized_kv(
         v.astype(jnp.float32).reshape(-1, head_dim),
         slots,
     ]
-    data = [_bits(pool) if pool.dtype == jnp.float8_e4m3fn else pool for pool in pools[:2]]
+    data = [  # GPUs before Ada have no float8: its bits are stored
+        lax.bitcast_convert_type(pool, jnp.uint8) if pool.dtype == jnp.float8_e4m3fn else pool
+        for pool in pools[:2]
+    ]
     flat = [pool.reshape(-1, pool.shape[3]) for pool in data] + [pool.reshape(-1) for pool in pools[2:]]
     out = pl.pallas_call(
         functools.partial(

@@ -16,6 +16,7 @@ from conftest import tiny_config, tiny_params
 
 from jpaged.engine.engine import Engine
 from jpaged.kv_cache import KVLayout, bytes_per_block
+from jpaged.request import RequestOutput
 from jpaged.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -46,11 +47,15 @@ def run(engine: Engine, prompts, params=GREEDY) -> list[list[list[int]]]:
 
 
 def finish(engine: Engine, names: list[str]) -> list[list[list[int]]]:
+    return [[c.token_ids for c in output.outputs] for output in drain(engine, names)]
+
+
+def drain(engine: Engine, names: list[str]) -> list[RequestOutput]:
     done = {}
     while engine.has_unfinished():
         done |= {output.request_id: output for output in engine.step()}
         engine.scheduler.check_invariants()
-    return [[c.token_ids for c in done[name].outputs] for name in names]
+    return [done[name] for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -122,14 +127,9 @@ def test_a_prompt_that_runs_twice_with_deterministic_has_the_same_bits(model):
         *model, kv_cache_dtype="int4", deterministic=True, max_model_len=96, max_num_seqs=4, num_kv_blocks=64
     )
     logprobs = []
-    for prompts in (PROMPTS[3:4], PROMPTS[3:4], PROMPTS):
-        names = [engine.add_request(prompt, exact, stream=False, request_id=f"{len(logprobs)}/{i}")
-                 for i, prompt in enumerate(prompts)]  # fmt: skip
-        done = {}
-        while engine.has_unfinished():
-            done |= {output.request_id: output for output in engine.step()}
-        output = done[names[-3 if len(names) > 3 else 0]].outputs[0]
-        logprobs.append([{i: lp.logprob for i, lp in step.items()} for step in output.logprobs])
+    for prompts in (PROMPTS[3:4], PROMPTS[3:4], PROMPTS[3:] + PROMPTS[:3]):
+        first, *_ = drain(engine, [engine.add_request(prompt, exact, stream=False) for prompt in prompts])
+        logprobs.append([{i: lp.logprob for i, lp in step.items()} for step in first.outputs[0].logprobs])
     assert logprobs[0] == logprobs[1] == logprobs[2]
 
 
@@ -138,13 +138,10 @@ def prompt_logprobs(config, params, kv_cache_dtype: str) -> np.ndarray:
     engine = Engine(config, params, kv_cache_dtype=kv_cache_dtype, max_model_len=96, num_kv_blocks=64)
     asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     names = [engine.add_request(prompt, asked, stream=False) for prompt in PROMPTS]
-    done = {}
-    while engine.has_unfinished():
-        done |= {output.request_id: output for output in engine.step()}
     return np.array([
         step[token].logprob
-        for name, prompt in zip(names, PROMPTS, strict=True)
-        for token, step in zip(prompt[1:], done[name].prompt_logprobs[1:], strict=True)
+        for output, prompt in zip(drain(engine, names), PROMPTS, strict=True)
+        for token, step in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
     ])  # fmt: skip
 
 

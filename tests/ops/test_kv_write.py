@@ -27,7 +27,6 @@ from jpaged.kv_cache import (
     quantize,
     storage_dtype,
     unpack_int4,
-    write_kv,
 )
 from jpaged.ops import attention
 from jpaged.ops.attention import Backend
@@ -35,7 +34,7 @@ from jpaged.ops.attention import Backend
 N, K, P, D = 9, 2, 4, 6
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
-xla = jax.jit(write_kv, donate_argnums=(0, 1))
+xla = jax.jit(functools.partial(attention.write_kv, Backend("xla")), donate_argnums=(0, 1))
 pallas = jax.jit(functools.partial(attention.write_kv, Backend("pallas_interpret")), donate_argnums=(0, 1))
 
 WRITE = {"xla": xla, "pallas": pallas}
@@ -123,7 +122,7 @@ def test_donated_pools_are_written_in_place(format):
 def test_pools_that_are_not_donated_are_copied():
     """So `pool_copies` finds a copy where there is one."""
     arguments, _ = abstract_write("float32")
-    compiled = jax.jit(write_kv).lower(*arguments).compile()
+    compiled = jax.jit(functools.partial(attention.write_kv, Backend("xla"))).lower(*arguments).compile()
     assert compiled.memory_analysis().alias_size_in_bytes == 0
     assert pool_copies(compiled.as_text(), arguments[0].data.shape)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -257,6 +260,44 @@ def assert_same(params: Any, wanted: Mapping[str, np.ndarray], dtype: str = "flo
         np.testing.assert_array_equal(got[name].astype(np.float32), value.astype(DTYPES[dtype]), err_msg=name)
 
 
+MEASURE = """
+import sys, jax, jax.numpy as jnp
+import orbax.checkpoint
+from jpaged.weights import open_checkpoint
+
+def peak():
+    (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM:")]
+    return int(line.split()[1]) * 1024
+
+jax.block_until_ready(jnp.zeros(8) + 1)
+path, *arguments = sys.argv[1:]
+checkpoint = open_checkpoint(path)
+if path.endswith(".gguf"):
+    from jpaged.weights.gguf import tensors
+    tensors(checkpoint.file)
+before = peak()
+params = checkpoint.load_params(*arguments)
+size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+print(size, peak() - before)
+"""
+
+
+def measure_loading(path: Path, *arguments: str) -> tuple[int, int]:
+    """Bytes of the parameters, and by how much a fresh process's peak memory grows as they are loaded.
+
+    Args:
+      arguments: of `load_params`.
+    """
+    if not Path("/proc/self/status").exists():
+        pytest.skip("the peak of a process's memory is read from /proc")
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", MEASURE, str(path), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    size, peak = map(int, done.stdout.split())
+    return size, peak
+
+
 @pytest.fixture(scope="session")
 def lab() -> Any:
     """The functions of this file, for the tests beside it."""
@@ -270,4 +311,5 @@ def lab() -> Any:
         leaves=leaves,
         assert_same=assert_same,
         interleave=interleave,
+        measure_loading=measure_loading,
     )

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -87,34 +84,11 @@ def test_remote_code_is_never_run(lab, tmp_path, monkeypatch):
     assert seen == {"trust_remote_code": False}
 
 
-MEASURE = """
-import sys, jax, jax.numpy as jnp
-import orbax.checkpoint
-from jpaged.weights import open_checkpoint
-
-def peak():
-    (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM:")]
-    return int(line.split()[1]) * 1024
-
-jax.block_until_ready(jnp.zeros(8) + 1)
-checkpoint = open_checkpoint(sys.argv[1])
-if sys.argv[1].endswith(".gguf"):
-    from jpaged.weights.gguf import tensors
-    tensors(checkpoint.file)
-before = peak()
-params = checkpoint.load_params(sys.argv[2])
-size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-print(size, peak() - before)
-"""
-
-
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("hf", "bfloat16"), ("hf", "float32"), ("gguf", "bfloat16"), ("orbax", "float32")]
 )
 def test_loading_takes_less_than_2_2_times_the_size_of_the_parameters(lab, tmp_path, kind, dtype):
     """In a fresh process, from float32 (GGUF: Q8_0) files of 100 MB; measured 1.6 to 1.9."""
-    if not Path("/proc/self/status").exists():
-        pytest.skip("the peak of a process's memory is read from /proc")
     shape = {"hidden_size": 512, "head_dim": 64, "intermediate_size": 2048, "vocab_size": 16384}
     model = lab.tiny(num_attention_heads=8, num_key_value_heads=2, **shape)
     path = lab.write_hf(tmp_path / "hf", model)
@@ -124,10 +98,6 @@ def test_loading_takes_less_than_2_2_times_the_size_of_the_parameters(lab, tmp_p
         checkpoint = open_checkpoint(path)
         orbax.save(tmp_path / "orbax", checkpoint.config, checkpoint.load_params())
         path = tmp_path / "orbax"
-    command = [sys.executable, "-c", MEASURE, str(path), dtype]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    size, peak = map(int, done.stdout.split())
+    size, peak = lab.measure_loading(path, dtype)
     assert size > 45e6
     assert size * 0.9 < peak < size * 2.2

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -120,35 +117,13 @@ def test_a_converted_checkpoint_is_not_quantized(lab, tmp_path):
         load_model(tmp_path / "orbax", quantization="int8")
 
 
-MEASURE = """
-import sys, jax, jax.numpy as jnp
-from jpaged.weights import open_checkpoint
-
-def peak():
-    (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM:")]
-    return int(line.split()[1]) * 1024
-
-jax.block_until_ready(jnp.zeros(8) + 1)
-checkpoint = open_checkpoint(sys.argv[1])
-before = peak()
-params = checkpoint.load_params("bfloat16", sys.argv[2])
-print(peak() - before)
-"""
-
-
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_loading_30_layers_takes_less_than_1_3_times_their_bfloat16_size(lab, tmp_path, quantization):
-    if not Path("/proc/self/status").exists():
-        pytest.skip("the peak of a process's memory is read from /proc")
     shape = dict(hidden_size=256, head_dim=64, intermediate_size=1024, num_hidden_layers=30)
     model = lab.tiny(num_key_value_heads=2, dtype="bfloat16", **shape)
     path = lab.write_hf(tmp_path, model, dtype="bfloat16")
     specs = jax.tree.leaves(abstract_params(open_checkpoint(path).config, "bfloat16"))
     size = sum(2 * spec.size for spec in specs)
-    command = [sys.executable, "-c", MEASURE, str(path), quantization]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    print(size, int(done.stdout))
+    _, peak = lab.measure_loading(path, "bfloat16", quantization)
     assert size > 50e6
-    assert int(done.stdout) < 1.3 * size
+    assert peak < 1.3 * size
