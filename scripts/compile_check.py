@@ -87,12 +87,13 @@ def select_cases(quick: bool) -> list[Case]:
     """What is compiled: every dtype of the pool meets every head_dim and every group size.
 
     Args:
-      quick: the shapes of the presets alone.
+      quick: the shapes of the presets alone, and writes of every quantized format.
     """
     both = ("decode", "prefill")
     common = [(128, 4, "bfloat16"), (128, 7, "bfloat16"), (64, 3, "bfloat16"), (128, 4, "int8")]
     if quick:
-        return [Case(o, *shape) for shape in common for o in both] + [Case("write", 128, 4, "bfloat16")]
+        writes = [Case("write", 128, 4, pool) for pool in ("bfloat16", *LARGEST)]
+        return [Case(o, *shape) for shape in common for o in both] + writes
     head_dims, groups = (64, 80, 96, 128, 256), (3, 1, 7, 4, 8)
     dtypes = ("bfloat16", "float32", "int8", "fp8_e4m3", "int4")
     square = [(d, groups[(i + j) % 5], t) for i, t in enumerate(dtypes) for j, d in enumerate(head_dims)]

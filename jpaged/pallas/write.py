@@ -119,8 +119,8 @@ def _quantize_kernel(
 
 def _round(x: jax.Array) -> jax.Array:
     """To the nearest whole number, halves to even, for magnitudes below 2**22: Triton cannot."""
-    magic = jnp.float32(1.5 * 2**23)
-    return lax.bitcast_convert_type(x + magic, jnp.int32) - lax.bitcast_convert_type(magic, jnp.int32)
+    magic, bits = 1.5 * 2**23, 0x4B400000  # a kernel may hold numbers, not arrays
+    return lax.bitcast_convert_type(x + magic, jnp.int32) - bits
 
 
 def _encode_int4(low: jax.Array, high: jax.Array) -> jax.Array:
