@@ -52,7 +52,7 @@ from jpaged.ops.sampling import Variant
 from jpaged.presets import PRESETS, preset
 
 TIMEOUT_S = 900  # of one compilation
-LEAST_LOAD_BYTES = 16
+LEAST_LOAD_BYTES = 16  # or what a token's bytes are a multiple of: 8 for int4 values at head_dim 80
 KV_DTYPES = ("bfloat16", "float32", "float16", *LARGEST)
 STEPS = ("decode_step", "prefill_step")
 # Each process is forked from one that has imported what takes long and done nothing.
@@ -142,7 +142,11 @@ def compile_case(compiler: Compiler, case: Case) -> list[dict[str, Any]]:
     found = compiler.kernels(pool_operands(program, {pool.data.size for pool in pools}))
     if not found or (case.operation != "write" and not any(record["loads"] for record in found.values())):
         raise RuntimeError(f"of the kernels {list(found)} none is seen to read the pools")
-    return [{"name": f"{name} {case.shape}"} | record for name, record in found.items()]
+    rows = [pool.data.shape[-1] * pool.data.dtype.itemsize for pool in pools]
+    least = min(LEAST_LOAD_BYTES, *(size & -size for size in rows))
+    return [
+        {"name": f"{name} {case.shape}", "least_load_bytes": least} | record for name, record in found.items()
+    ]
 
 
 def kv_layout(config: ModelConfig, kv_dtype: str) -> KVLayout:
@@ -258,7 +262,9 @@ def find_problems(kernels: list[dict[str, Any]], found_steps: dict[str, dict[str
         if kernel["spill_bytes"]:
             problems.append(f"{kernel['name']}: spills {kernel['spill_bytes']} bytes")
         narrow = {
-            int(width): count for width, count in kernel["loads"].items() if int(width) < LEAST_LOAD_BYTES
+            int(width): count
+            for width, count in kernel["loads"].items()
+            if int(width) < kernel["least_load_bytes"]
         }
         if narrow:
             total = sum(kernel["loads"].values())

@@ -20,6 +20,7 @@ KERNEL = {
     "spill_bytes": 0,
     "shared_bytes": 38928,
     "loads": {16: 24},
+    "least_load_bytes": 16,
     "mma": ["mma m16n8k16 bf16"],
     "tf32": False,
 }

@@ -55,6 +55,7 @@ def decode_step(
             batch.tables,
             batch.context_lens,
             window=config.layer_windows[layer],
+            out_dtype=str(params.layers[layer].attn_norm.dtype),  # of the product that comes next
         )
 
     tokens = state.last_token[batch.rows]

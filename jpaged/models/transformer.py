@@ -147,9 +147,10 @@ def forward(
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
         out = attend(index, apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
-        x = x + linear(out.reshape(-1, K * G * D), layer.wo, layer.bo)
-        gate_up = linear(rms_norm(x, layer.mlp_norm, eps), layer.w_gate_up, layer.b_gate_up)
-        x = x + linear(silu_gate(gate_up), layer.w_down, layer.b_down)
+        y = linear(out.reshape(-1, K * G * D), layer.wo, layer.bo)
+        gate_up = linear(rms_norm(x + y, layer.mlp_norm, eps), layer.w_gate_up, layer.b_gate_up)
+        # Added in this order, x + y is of use to the norm alone, and computed with it on a GPU.
+        x = x + (y + linear(silu_gate(gate_up), layer.w_down, layer.b_down))
     return rms_norm(x, params.final_norm, eps)
 
 

@@ -160,8 +160,14 @@ def paged_decode(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    out_dtype: str = "float32",
 ) -> jax.Array:
-    """Attention of the last token of each context, float32 [S, H, D]: see `attention_xla.paged_decode`."""
+    """Attention of the last token of each context [S, H, D]: see `attention_xla.paged_decode`.
+
+    Args:
+      out_dtype: what the caller will round the result to. The kernels do so themselves as they store it,
+        unless it has to be rotated; all else is float32.
+    """
     options: dict[str, Any] = dict(window=window, soft_cap=soft_cap)
     q = rotate(q, k_pool)
     if not backend.uses_kernels:
@@ -180,6 +186,8 @@ def paged_decode(
 
         return decode_jax_triton.paged_decode_jax_triton(*arguments, **options)
     options |= dict(k_scale=k_scale, v_scale=v_scale, interpret=backend.interpret)
+    if not v_pool.is_rotated:
+        options["out_dtype"] = out_dtype
     return rotate(pallas_decode.paged_decode(*arguments, **options), v_pool)
 
 

@@ -84,6 +84,12 @@ class Attention:
         both = (((offset, size, half), (half + offset, size, 2 * half)) for offset, size in self.value_parts)
         return tuple(part for pair in both for part in pair)
 
+    @property
+    def value_row_bytes(self) -> int:
+        """Bytes of a token in the first of `value_parts`, with padding."""
+        size = self.value_parts[0][1]
+        return size if self.quantized else size * jnp.dtype(self.dtype).itemsize
+
     def _cut(self, width: int) -> tuple[tuple[int, int], ...]:
         size = 32 if self.dtype == "float32" else 1 << (width - 1).bit_length()
         return tuple((offset, size) for offset in range(0, width, size))
@@ -354,7 +360,11 @@ def store_rows(fixed: Attention, ref, rows: jax.Array, values: Sequence[jax.Arra
         stored = mask[:, None]
         if offset + size > end:
             stored &= (column < end)[None, :]
-        triton.store(ref.at[rows[:, None], column[None, :]], part, mask=jnp.broadcast_to(stored, part.shape))
+        triton.store(
+            ref.at[rows[:, None], column[None, :]],
+            part.astype(ref.dtype),
+            mask=jnp.broadcast_to(stored, part.shape),
+        )
 
 
 def context_ranges(fixed: Attention, tuning: Any, length: jax.Array) -> tuple[Any, jax.Array, jax.Array]:

@@ -14,6 +14,7 @@ import functools
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import triton
 
 from jpaged.pallas.common import (
@@ -57,14 +58,16 @@ class Tuning:
 
 
 def default_tuning(fixed: Attention) -> Tuning:
-    """Tiles of 64 tokens, 32 where operands are large; splits of at least 512 tokens."""
+    """Tiles of 64 tokens, 32 where operands are large; splits of at least 512 tokens.
+
+    A block of V has at least 16 bytes for each thread, and so is loaded in pieces of no less.
+    """
     large = fixed.head_dim > 128 or fixed.dtype == "float32"
     return Tuning(
         tile_blocks=max(1, (32 if large else 64) // fixed.block_size),
         split_blocks=512 // fixed.block_size,
         max_splits=16,
-        # A block of 64 columns of 8 bits is 16 bytes for each thread of two warps.
-        num_warps=2 if fixed.quantized and fixed.head_dim == 64 else 4,
+        num_warps=min(4, fixed.block_size * fixed.value_row_bytes // (16 * 32)),
         num_stages=2 if fixed.dtype == "float32" else 3,
     )
 
@@ -100,9 +103,9 @@ def _split_kernel(*refs, fixed: Attention, tuning: Tuning):
         # Whole tiles of whole blocks, then what is left block by block: no block is read that
         # holds nothing of the context.
         tiles = (jnp.minimum(end, length // block_size) - begin) // tuning.tile_blocks
-        state = jax.lax.fori_loop(0, tiles, tile, empty_state(fixed, fixed.decode_rows))
+        state = lax.fori_loop(0, tiles, tile, empty_state(fixed, fixed.decode_rows))
         rest = begin + tiles * tuning.tile_blocks
-        top, total, acc = jax.lax.fori_loop(rest, end, lambda block, state: masked(block, 1, state), state)
+        top, total, acc = lax.fori_loop(rest, end, lambda block, state: masked(block, 1, state), state)
 
         # Rows past the group lie in the next program's place, and are not stored.
         place = ((sequence * kv_heads + head) * tuning.max_splits + split) * group + row
@@ -130,8 +133,10 @@ def _merge_kernel(length_ref, acc_ref, top_ref, total_ref, out_ref, *, fixed: At
         return new_top, total * keep + total_ref[place] * weight, merged
 
     splits = pl.cdiv(end - first, each)
-    state = jax.lax.fori_loop(0, splits, step, empty_state(fixed, row.shape[0]))
-    store_result(fixed, out_ref, program * fixed.group + row, state, row < fixed.group)
+    state = lax.fori_loop(0, splits, step, empty_state(fixed, row.shape[0]))
+    # Rows past the group are not stored, but their places must exist and differ.
+    place = lax.rem(program * fixed.group + row, out_ref.shape[0])
+    store_result(fixed, out_ref, place, state, row < fixed.group)
 
 
 def paged_decode(
@@ -146,6 +151,7 @@ def paged_decode(
     v_scale: jax.Array | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
+    out_dtype: str = "float32",
     capability: int,
     tuning: Tuning | None = None,
     interpret: bool = False,
@@ -160,10 +166,11 @@ def paged_decode(
       dtype: of the operands of products; sums are float32.
       k_scale, v_scale: [N, K, P], what a stored value is multiplied by; for 8-bit pools.
       window, soft_cap: as in `ops.attention_xla.attend_tiles`.
+      out_dtype: what the float32 result is rounded to as it is stored.
       capability: of the GPU, as 10 * major + minor.
 
     Returns:
-      float32 [S, H, D].
+      `out_dtype` [S, H, D].
 
     Raises:
       ValueError: shapes or dtypes that the kernel does not handle.
@@ -206,7 +213,8 @@ def paged_decode(
         interpret=interpret,
         name="paged_decode",
     )(q, *pools, tables, context_lens)
-    merged_shape = jax.ShapeDtypeStruct((num_seqs * num_heads + fixed.decode_rows, head_dim), jnp.float32)
+    merged_rows = max(num_seqs * num_heads, fixed.decode_rows)
+    merged_shape = jax.ShapeDtypeStruct((merged_rows, head_dim), out_dtype)
     out = pl.pallas_call(
         functools.partial(_merge_kernel, fixed=fixed, tuning=tuning),
         grid=(num_seqs, kv_heads),

@@ -59,20 +59,25 @@ def default_tuning(fixed: Attention) -> Tuning:
     """
     wide = fixed.head_dim > 128
     masked = fixed.window is not None or fixed.soft_cap is not None
+    hopper = fixed.capability >= 90
     warps = 8
     if fixed.dtype == "float32" and wide:
         rows, tokens, stages, warps = 16, 16, 2, 4
     elif fixed.dtype == "float32":
         rows, tokens, stages = 64, 32, 2
     elif wide and fixed.quantized:
-        rows, tokens, stages, warps = 16, 16, 2, 4
+        rows, tokens, stages = 16, 32 if fixed.packed_values else 16, 2
     elif wide:
         rows, tokens, stages = 32 if masked else 64, 32, 2
-    elif fixed.quantized and fixed.head_dim == 64:
-        rows, tokens, stages = 64, 64, 3
-    elif fixed.is_padded and not fixed.quantized:
-        rows, tokens, stages = (32, 32, 3) if fixed.capability < 90 else (64, 32 if masked else 64, 3)
-    elif fixed.quantized or masked or fixed.capability < 90:
+    elif fixed.packed_values:
+        rows, tokens, stages, warps = 32, 64, 3, 4 if fixed.head_dim == 64 else 8
+    elif fixed.quantized:
+        rows, tokens, stages = 64, 64 if fixed.head_dim == 64 else 32, 3
+    elif fixed.is_padded:
+        rows, tokens, stages = (64, 32 if masked else 64, 3) if hopper else (32, 32, 3)
+    elif not hopper:
+        rows, tokens, stages = 64, 64, 2
+    elif masked:
         rows, tokens, stages = 64, 32, 3
     else:  # products of a whole warpgroup, from Hopper on, need fewer registers
         rows, tokens, stages = 128, 64, 3
