@@ -156,9 +156,10 @@ def stored_matrices(
     """
     parts: dict[str, dict[str, SourceTensor]] = {}
     rest: list[Source] = []
+    known = _parts(scheme, 0, 0, 1)
     for tensor in tensors:
         module, _, part = tensor.name.rpartition(".")
-        if part in _PARTS[scheme.method] and f"{module}.weight" in targets:
+        if part in known and f"{module}.weight" in targets:
             parts.setdefault(module, {})[part] = tensor
         else:
             rest.append(tensor)
@@ -200,28 +201,21 @@ def _stored_matrix(
     return StoredMatrix(f"{module}.weight", shape, read, origin)
 
 
-_PARTS = {
-    "gptq": ("qweight", "qzeros", "scales", "g_idx"),
-    "awq": ("qweight", "qzeros", "scales"),
-    "compressed-tensors": (
-        "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape",
-    ),
-}  # fmt: skip
-
-
 def _parts(scheme: Scheme, rows: int, columns: int, group: int) -> dict[str, tuple[tuple[int, ...], bool]]:
     """Shape of each tensor of a matrix, and whether it must be there."""
     groups, per_word = rows // group, 32 // scheme.bits
+    shapes: dict[str, tuple[tuple[int, ...], bool]]
     if scheme.method == "compressed-tensors":
-        return {
+        shapes = {
             "weight_packed": ((columns, rows // per_word), True),
             "weight_scale": ((columns, groups), True),
-            "weight_zero_point": ((columns // per_word, groups), not scheme.symmetric),
             "weight_g_idx": ((rows,), scheme.has_order),
             "weight_shape": ((2,), True),
         }
+        zero_point = ((columns // per_word, groups), True)
+        return shapes if scheme.symmetric else shapes | {"weight_zero_point": zero_point}
     packed = (rows // per_word, columns) if scheme.method == "gptq" else (rows, columns // per_word)
-    shapes: dict[str, tuple[tuple[int, ...], bool]] = {
+    shapes = {
         "qweight": (packed, True),
         "qzeros": ((groups, columns // per_word), True),
         "scales": ((groups, columns), True),
