@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from pathlib import Path
 
@@ -352,6 +353,131 @@ def test_an_engine_runs_on_them(lab, tmp_path):
         for model in (path, lab.write_hf(tmp_path / "floats", floats))
     ]
     assert ids[0] == ids[1]
+
+
+# -- GGUF -----------------------------------------------------------------------------------------
+
+
+def gguf_floats(model, types):
+    """The model with matrices as the gguf package dequantizes them; `types` by name."""
+    gguf = pytest.importorskip("gguf")
+    rounded = {}
+    for name, kind in types.items():
+        number = gguf.GGMLQuantizationType[kind]
+        rounded[name] = gguf.quants.dequantize(gguf.quants.quantize(model.tensors[name], number), number)
+    return model.replace(tensors=rounded)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_gguf_matrices_stay_as_they_are_stored(lab, tmp_path, family, kind):
+    model = lab.tiny(family, **SHAPE)
+    for name, value in model.tensors.items():
+        if name.endswith("proj.weight"):
+            value *= np.float32(0.1)
+            value[3, :32] = 0  # blocks without a scale
+            value[4, 32:] = 0.25
+    path = lab.write_gguf(tmp_path / "model.gguf", model, quantization=kind)
+    types = {name: kind for name, value in model.tensors.items() if value.ndim == 2}
+    wanted = lab.expected(gguf_floats(model, types))
+    checkpoint = open_checkpoint(path)
+    params = checkpoint.load_params("float32", "gguf")
+    for name, matrix in fields(params):
+        assert matrix.group == 32 and matrix.bits == (8 if kind == "Q8_0" else 4)
+        if kind == "Q4_1":  # a minimum became a zero point
+            largest = np.abs(wanted[name]).max()
+            np.testing.assert_allclose(values(matrix), wanted[name], rtol=0, atol=3e-7 * largest)
+        else:
+            np.testing.assert_array_equal(values(matrix), wanted[name], err_msg=name)
+    np.testing.assert_array_equal(params.embed, wanted["embed"])
+    got = scores(checkpoint.config, params)
+    np.testing.assert_allclose(got, scores(checkpoint.config, checkpoint.load_params("float32")), atol=1e-3)
+
+
+def test_a_gguf_block_without_a_scale_is_its_minimum_whatever_its_values_say(lab, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    planted = np.random.default_rng(0).integers(0, 256, (64, 4 * 20), np.uint8).reshape(64, 4, 20)
+    planted[..., 0:2] = 0  # d
+    planted[..., 2:4] = np.array([-0.375], np.float16).view(np.uint8)  # m
+
+    def plant(writer):
+        for tensors in writer.tensors:
+            if "blk.0.ffn_down.weight" in tensors:
+                tensors["blk.0.ffn_down.weight"].tensor = planted.reshape(64, 80)
+
+    path = lab.write_gguf(tmp_path / "model.gguf", lab.tiny(**SHAPE), quantization="Q4_1", extra=plant)
+    assert (gguf.quants.dequantize(planted, gguf.GGMLQuantizationType.Q4_1) == -0.375).all()
+    assert (values(open_checkpoint(path).load_params("float32", "gguf").layers[0].w_down) == -0.375).all()
+
+
+def test_gguf_matrices_of_mixed_types_are_dequantized_and_logged(lab, tmp_path, caplog):
+    pytest.importorskip("gguf")
+    model = lab.tiny(**SHAPE)
+    types = {
+        "model.layers.0.self_attn.v_proj.weight": "Q8_0",
+        "model.layers.1.mlp.down_proj.weight": "Q5_0",
+        "lm_head.weight": "Q8_0",
+    }
+    path = lab.write_gguf(tmp_path / "model.gguf", model, quantization="Q4_0", types=types)
+    checkpoint = open_checkpoint(path)
+    with caplog.at_level(logging.INFO, "jpaged.weights.gguf"):
+        params = checkpoint.load_params("bfloat16", "gguf")
+    floats = [name for name, leaf in fields(params) if not isinstance(leaf, QuantizedMatrix)]
+    assert floats == ["layers.0.wqkv", "layers.1.w_down"]
+    assert sorted(
+        record.getMessage() for record in caplog.records if "dequantized" in record.getMessage()
+    ) == [
+        "blk.0.attn_k.weight (Q4_0) is dequantized",
+        "blk.0.attn_q.weight (Q4_0) is dequantized",
+        "blk.0.attn_v.weight (Q8_0) is dequantized",
+        "blk.1.ffn_down.weight (Q5_0) is dequantized",
+    ]
+    plain = checkpoint.load_params("bfloat16")
+    np.testing.assert_array_equal(params.layers[0].wqkv, plain.layers[0].wqkv)
+
+
+def test_a_gguf_file_without_such_matrices_is_refused(lab, tmp_path):
+    path = lab.write_gguf(tmp_path / "model.gguf", lab.tiny(), quantization="Q5_1")
+    with pytest.raises(ValueError, match="quantization='gguf': no matrix of model.gguf .* its types: Q5_1"):
+        open_checkpoint(path).load_params("float32", "gguf")
+
+
+def test_only_a_gguf_file_is_read_as_one(lab, tmp_path):
+    path = lab.write_hf(tmp_path, lab.tiny())
+    with pytest.raises(ValueError, match="quantization='gguf' must be one of .*, or 'gguf' for a GGUF file"):
+        open_checkpoint(path).load_params("float32", "gguf")
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["gptq", "gguf"])
+def test_loading_takes_little_more_than_the_parameters(lab, tmp_path, kind):
+    shape = dict(hidden_size=512, head_dim=64, intermediate_size=2048, num_hidden_layers=24)
+    model = lab.tiny("qwen2", num_key_value_heads=2, **shape)
+    if kind == "gguf":
+        path = lab.write_gguf(tmp_path / "model.gguf", model, quantization="Q4_0")
+    else:
+        path = write_large(lab, tmp_path, model)
+    size, peak = lab.measure_loading(path, "bfloat16", *(["gguf"] if kind == "gguf" else []))
+    assert size > 35e6
+    assert peak < 1.6 * size
+
+
+def write_large(lab, path: Path, model) -> Path:
+    """A GPTQ checkpoint of the model's shapes; its values are anything."""
+    rng = np.random.default_rng(0)
+    tensors = dict(model.tensors)
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        columns, rows = tensors.pop(name).shape
+        module = name.removesuffix(".weight")
+        for part, shape in (("qweight", (rows // 8, columns)), ("qzeros", (rows // 128, columns // 8))):
+            tensors[f"{module}.{part}"] = rng.integers(-(2**31), 2**31, shape).astype(np.int32)
+        tensors[f"{module}.scales"] = np.ones((rows // 128, columns), np.float16)
+    config = model.config | {"quantization_config": GPTQ | dict(group_size=128)}
+    (path / "config.json").write_text(json.dumps(config))
+    safetensors.numpy.save_file(tensors, path / "model.safetensors")
+    return path
 
 
 # -- faults ---------------------------------------------------------------------------------------
