@@ -129,14 +129,6 @@ def test_any_group_order_and_zero_point(bits, rows, group, scale, zero, ordered)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_row_does_not_depend_on_the_others(bits):
-    w = jax.tree.map(jnp.asarray, random_matrix(bits, 1400, 700, "float16", "float32", ordered=True))
-    x = np.random.default_rng(0).normal(size=(8, 1400)).astype(np.float32)
-    whole = np.asarray(jax.jit(linear)(x, w))
-    np.testing.assert_allclose(np.asarray(jax.jit(linear)(x[2:5], w)), whole[2:5], rtol=1e-6, atol=1e-3)
-
-
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_operands_have_the_matrixs_dtype(quantization):
     q = quantize_matrix(weights("gaussian").astype(ml_dtypes.bfloat16), quantization)
