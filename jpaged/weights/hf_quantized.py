@@ -54,6 +54,8 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme:
     Raises:
       ValueError: it is not one of those above; the message names field, value and what is supported.
     """
+    if not isinstance(config, Mapping):
+        raise ValueError(f"quantization_config={config!r} must be a mapping")
     method = str(config.get("quant_method", "")).lower()
     if method not in METHODS:
         _refuse("quant_method", config.get("quant_method"), ", ".join(METHODS))
@@ -88,7 +90,7 @@ def _awq(config: Mapping[str, Any]) -> Scheme:
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
     _allow("format", config.get("format"), ("pack-quantized",))
-    _allow("quantization_status", config.get("quantization_status", "compressed"), ("compressed",))
+    _allow("quantization_status", config.get("quantization_status") or "compressed", ("compressed", "frozen"))
     _allow("kv_cache_scheme", config.get("kv_cache_scheme"), (None,))
     sparsity = config.get("sparsity_config") or {}
     _allow("sparsity_config.format", sparsity.get("format", "dense"), ("dense",))
@@ -130,7 +132,7 @@ def _group_size(value: Any, bits: int | None) -> int:
 def _allow(field: str, value: Any, choices: Sequence[Any]) -> Any:
     if value not in choices:
         _refuse(field, value, ", ".join(map(str, choices)))
-    return value
+    return choices[choices.index(value)]
 
 
 def _refuse(field: str, value: Any, supported: str) -> None:
@@ -164,7 +166,7 @@ def stored_matrices(
         else:
             rest.append(tensor)
     # AutoGPTQ gave each module a bias once, of zeros where the model has none.
-    unused = [f"{module}.bias" for module in parts if f"{module}.bias" not in targets]
+    unused = {f"{module}.bias" for module in parts if f"{module}.bias" not in targets}
     rest = [tensor for tensor in rest if tensor.name not in unused or _is_nonzero(tensor)]
     return rest + [
         _stored_matrix(module, found, targets[f"{module}.weight"].shape, scheme)
