@@ -632,5 +632,5 @@ def test_quantized_checkpoints_are_not_quantized_again(lab, tmp_path, quantizati
 def test_they_are_not_saved(lab, tmp_path):
     orbax = pytest.importorskip("jpaged.weights.orbax")
     checkpoint = open_checkpoint(write(lab, tmp_path / "awq", AWQ, awq, dict(group=32))[0])
-    with pytest.raises(ValueError, match="params do not have the tree"):
+    with pytest.raises(ValueError, match="params are quantized, which is not saved"):
         orbax.save(tmp_path / "orbax", checkpoint.config, checkpoint.load_params())
