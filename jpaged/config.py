@@ -19,6 +19,9 @@ LARGEST = {"int8": 127.0, "fp8_e4m3": 448.0, "int4": 7.0}
 QUANTIZATIONS = ("int8", "int4")
 """What the matrices of a model's layers can be rounded to when it is loaded."""
 
+AS_STORED = "gguf"
+"""The `quantization` that keeps the quantized matrices of a GGUF file as they are."""
+
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
 

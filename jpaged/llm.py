@@ -86,8 +86,8 @@ class LLM:
           tokenizer: a transformers tokenizer, or the path of one; by default the model's own.
           dtype: `auto` is the checkpoint's on a GPU, on a CPU bfloat16 if it has instructions for it
             and else float32, and for `params` in memory their own.
-          quantization: `int8` or `int4` rounds the layers' matrices while `model` is loaded; see
-            `docs/quantization.md`. Not for `params` in memory.
+          quantization: `int8` or `int4` rounds the layers' matrices while `model` is loaded, `gguf` keeps
+            those of a GGUF file as they are stored; see `docs/quantization.md`. Not for `params` in memory.
 
         The other arguments are fields of `EngineConfig`.
 

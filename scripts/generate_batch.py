@@ -16,7 +16,7 @@ import sys
 from tqdm import tqdm
 
 from jpaged import LLM
-from jpaged.config import DTYPES, LARGEST, QUANTIZATIONS
+from jpaged.config import AS_STORED, DTYPES, LARGEST, QUANTIZATIONS
 from jpaged.engine.metrics import since_process_start
 from jpaged.offline import Record, check_batch, run_batch
 
@@ -77,7 +77,9 @@ def _parser() -> argparse.ArgumentParser:
         help="default: that of --dtype",
     )
     engine.add_argument(
-        "--quantization", choices=QUANTIZATIONS, help="rounds the layers' matrices at load (default: none)"
+        "--quantization",
+        choices=(*QUANTIZATIONS, AS_STORED),
+        help="rounds the layers' matrices at load, or keeps those of a GGUF file (default: none)",
     )
     engine.add_argument("--max-model-len", type=int, help="longest sequence in tokens, prompt and output")
     engine.add_argument("--max-num-seqs", type=int, help="most sequences that run at once")

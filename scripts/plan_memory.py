@@ -51,7 +51,9 @@ def load_config(model: str) -> ModelConfig:
     if model in PRESETS:
         return preset(model)
     path = Path(model)
-    return ModelConfig.from_hf(json.loads((path / "config.json" if path.is_dir() else path).read_text()))
+    config = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+    config.pop("quantization_config", None)  # --weights says how they are held
+    return ModelConfig.from_hf(config)
 
 
 def compiled_temporaries(args: argparse.Namespace) -> int | None:

@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from jpaged import Engine, SamplingParams
-from jpaged.config import DTYPES, LARGEST, QUANTIZATIONS, ModelConfig
+from jpaged.config import AS_STORED, DTYPES, LARGEST, QUANTIZATIONS, ModelConfig
 from jpaged.kv_cache import KVLayout, bytes_per_token, init_kv_cache
 from jpaged.models.transformer import Params, forward, logits
 from jpaged.ops import attention
@@ -212,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", required=True)
     parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", *DTYPES, *LARGEST))
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="of the weights")
+    parser.add_argument("--quantization", choices=(*QUANTIZATIONS, AS_STORED), help="of the weights")
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the unquantized run")
     parser.add_argument("--text", type=Path, default=TEXT, help="default: the bundled one")
     parser.add_argument("--max-tokens", type=int, help="of the text (default: all)")

@@ -18,7 +18,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_json_of_a_config_file_has_the_numbers_of_its_preset(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(PRESETS["qwen2.5-7b"]))
+    config = PRESETS["qwen2.5-7b"] | {"quantization_config": {"quant_method": "awq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     options = ["--gpu", str(80 << 30), "--weights", "int4", "--kv", "fp8", "--context", "4096", "--json"]
     record = json.loads(run("--model", str(tmp_path), *options).stdout)
     plan = plan_memory(preset("qwen2.5-7b"), 80 << 30, weights="int4", kv="fp8_e4m3", context=4096)

@@ -1,7 +1,8 @@
 """Matrices of 8- or 4-bit integers with a scale for each group of input rows, and products with them.
 
 Owns the layout, the rounding at load, and the product in plain XLA. A product dequantizes a few rows at
-a time, so a whole matrix never exists in the activations' dtype.
+a time, so a whole matrix never exists in the activations' dtype. Layouts of checkpoints that are quantized
+already are `weights`'s business; what they hold becomes a `QuantizedMatrix` too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from jpaged.config import QUANTIZATIONS
+from jpaged.config import AS_STORED, QUANTIZATIONS
 
 GROUPS = (128, 64, 32)
 """Input rows that share a 4-bit scale, the preferred one first."""
@@ -26,15 +27,17 @@ class QuantizedMatrix:
     """A matrix [E, X] of values `(q - zero) * scale`; zero and scale belong to a group of rows.
 
     Two 4-bit values share a byte: of a group's rows the first half is in the low bits, the second half in
-    the high bits.
+    the high bits (`pack_int4`).
 
     Attributes:
       data: int8 [E, X], or uint8 [E / 2, X] of 4-bit values.
-      scale: float32 [E / group, X].
-      zero: uint8 [E / group, X]; `None` for 8 bits.
+      scale: float16 or float32 [E / group, X].
+      zero: uint8 or float32 [E / group, X]; `None` where it is 0.
       bits: 8 or 4.
-      group: rows that share a scale; E for 8 bits.
+      group: rows that share a scale, any divisor of E; even for 4 bits.
       dtype: of the operands of products.
+      order: int32 [E] where rows are not stored in the order of the input: row i belongs to input
+        `order[i]`, so that the product is `x[:, order] @ w`.
     """
 
     data: jax.Array
@@ -43,6 +46,14 @@ class QuantizedMatrix:
     bits: int = struct.field(pytree_node=False)
     group: int = struct.field(pytree_node=False)
     dtype: str = struct.field(pytree_node=False)
+    order: jax.Array | None = None
+
+
+def pack_int4(values: np.ndarray, group: int) -> np.ndarray:
+    """Values uint8 [E, X] below 16 as `QuantizedMatrix.data`, uint8 [E / 2, X]."""
+    E, X = values.shape
+    halves = values.reshape(E // group, 2, group // 2, X)
+    return (halves[:, 0] | halves[:, 1] << 4).reshape(E // 2, X)
 
 
 def group_size(rows: int, quantization: str) -> int:
@@ -52,7 +63,9 @@ def group_size(rows: int, quantization: str) -> int:
       ValueError: an unknown quantization, or no group size divides the rows.
     """
     if quantization not in QUANTIZATIONS:
-        raise ValueError(f"quantization={quantization!r} must be one of {QUANTIZATIONS}")
+        raise ValueError(
+            f"quantization={quantization!r} must be one of {QUANTIZATIONS}, or {AS_STORED!r} for a GGUF file"
+        )
     if quantization == "int8":
         return rows
     for group in GROUPS:
@@ -96,8 +109,7 @@ def quantize_matrix(matrix: np.ndarray, quantization: str) -> QuantizedMatrix:
         scale[index] = _nonzero((high - low) / 15)
         zero[index] = np.round(-low / scale[index])
         values = np.clip(np.round(rows / scale[index]) + zero[index], 0, 15).astype(np.uint8)
-        half = group // 2
-        packed[index * half : (index + 1) * half] = values[:half] | values[half:] << 4
+        packed[index * group // 2 : (index + 1) * group // 2] = pack_int4(values, group)
     return QuantizedMatrix(
         jax.device_put(packed), jax.device_put(scale), jax.device_put(zero), 4, group, str(matrix.dtype)
     )
@@ -125,40 +137,68 @@ def _nonzero(scale: np.ndarray) -> np.ndarray:
 def quantized_product(x: jax.Array, w: QuantizedMatrix) -> jax.Array:
     """`x @ w` with float32 sums: x [T, E], w [E, X] -> float32 [T, X].
 
-    Rows are dequantized in chunks of whole groups (int8: a divisor of E), and the chunks' products added in
-    order, whatever T is.
+    Rows are dequantized in chunks (whole groups, or a part of one that is larger than a chunk), and the
+    chunks' products added in order, whatever T is. 8 bits with a scale per column are scaled after the sum.
     """
     T, E = x.shape
     X = w.data.shape[1]
-    unit = 1 if w.bits == 8 else w.group
-    rows = max(n for n in range(unit, max(CHUNK_ROWS, unit) + 1, unit) if E % n == 0)
-    count = E // rows
+    rows = _chunk_rows(w, E)
+    scaled_after = _is_scaled_after(w, E)
     dtype = jnp.dtype(w.dtype)
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    if w.order is not None:
+        x = jnp.take(x, w.order, axis=1)
+    if w.bits == 4 and rows < w.group:  # a chunk of bytes holds rows of both halves of its group
+        x = x.reshape(T, E // w.group, 2, w.group // rows, rows // 2).swapaxes(2, 3).reshape(T, E)
 
     def add(sums: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
         part = lax.dynamic_slice_in_dim(x, index * rows, rows, axis=1).astype(dtype)  # [T, rows]
+        if scaled_after:
+            values = lax.dynamic_slice_in_dim(w.data, index * rows, rows)
+        else:
+            values = _dequantized_rows(w, index, rows)
         y = lax.dot_general(
             part,
-            _dequantized_rows(w, index, rows).astype(dtype),
+            values.astype(dtype),
             (((1,), (0,)), ((), ())),
             precision=precision,
             preferred_element_type=jnp.float32,
         )
         return sums + y, None
 
-    y, _ = lax.scan(add, jnp.zeros((T, X), jnp.float32), jnp.arange(count))
-    return y * w.scale if w.bits == 8 else y
+    y, _ = lax.scan(add, jnp.zeros((T, X), jnp.float32), jnp.arange(E // rows))
+    return y * w.scale.astype(jnp.float32) if scaled_after else y
+
+
+def _is_scaled_after(w: QuantizedMatrix, E: int) -> bool:
+    return w.bits == 8 and w.group == E and w.zero is None
+
+
+def _chunk_rows(w: QuantizedMatrix, E: int) -> int:
+    """Rows to dequantize at a time: whole groups, or the largest even part of a group, that divide E."""
+    if _is_scaled_after(w, E):
+        return max(n for n in range(1, CHUNK_ROWS + 1) if E % n == 0)
+    if w.group <= CHUNK_ROWS:
+        return max(n for n in range(w.group, CHUNK_ROWS + 1, w.group) if E % n == 0)
+    step = 2 if w.bits == 4 else 1
+    return max(n for n in range(step, CHUNK_ROWS + 1, step) if w.group % n == 0)
 
 
 def _dequantized_rows(w: QuantizedMatrix, index: jax.Array, rows: int) -> jax.Array:
-    """Chunk `index` of that many rows, float32 [rows, X]; of int8 without its scale."""
+    """Chunk `index` of that many stored rows, float32 [rows, X]."""
+    X = w.data.shape[1]
+    groups = max(1, rows // w.group)
+    first = index * rows // w.group
+
+    def of_groups(array: jax.Array) -> jax.Array:
+        return lax.dynamic_slice_in_dim(array, first, groups).astype(jnp.float32)[:, None]
+
     if w.bits == 8:
-        return lax.dynamic_slice_in_dim(w.data, index * rows, rows)
-    groups, X = rows // w.group, w.data.shape[1]
-    assert w.zero is not None
-    data = lax.dynamic_slice_in_dim(w.data, index * (rows // 2), rows // 2).reshape(groups, w.group // 2, X)
-    scale = lax.dynamic_slice_in_dim(w.scale, index * groups, groups)
-    zero = lax.dynamic_slice_in_dim(w.zero, index * groups, groups).astype(jnp.float32)
-    values = jnp.concatenate([data & 15, data >> 4], axis=1).astype(jnp.float32)  # [groups, group, X]
-    return ((values - zero[:, None]) * scale[:, None]).reshape(rows, X)
+        values = lax.dynamic_slice_in_dim(w.data, index * rows, rows).reshape(groups, -1, X)
+    else:
+        data = lax.dynamic_slice_in_dim(w.data, index * (rows // 2), rows // 2).reshape(groups, -1, X)
+        values = jnp.concatenate([data & 15, data >> 4], axis=1)
+    values = values.astype(jnp.float32)  # [groups, rows / groups, X]
+    if w.zero is not None:
+        values = values - of_groups(w.zero)
+    return (values * of_groups(w.scale)).reshape(rows, X)

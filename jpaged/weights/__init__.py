@@ -5,7 +5,7 @@ configuration, and gives parameters and tokenizer when asked. Nothing is ever un
 code that comes with a model is run.
 
 Modules: `names` (where a tensor goes), `assemble` (checks, conversion), one for each format
-(`safetensors`, `gguf`, `orbax`), `tokenizer_gguf`.
+(`safetensors`, `gguf`, `orbax`), `hf_quantized` (GPTQ, AWQ, compressed-tensors), `tokenizer_gguf`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Checkpoint(Protocol):
     def load_params(self, dtype: str | None = None, quantization: str | None = None) -> Params:
         """The parameters in `dtype` (default: the checkpoint's), on JAX's default device.
 
-        `quantization` (`int8` or `int4`) rounds the layers' matrices, one after another.
+        `quantization` (`int8` or `int4`) rounds the layers' matrices, one after another; `gguf` keeps those
+        of a GGUF file as they are stored. A Hugging Face checkpoint that is quantized stays so without it.
 
         Raises:
           ValueError: the stored weights do not fit the model, each fault by name.

@@ -18,7 +18,7 @@ import numpy as np
 
 from jpaged.config import DTYPES, ModelConfig
 from jpaged.models.transformer import QUANTIZED_FIELDS, Params, abstract_params
-from jpaged.ops.quantized import quantize_matrix
+from jpaged.ops.quantized import QuantizedMatrix, quantize_matrix
 from jpaged.weights import names
 from jpaged.weights.names import Target
 
@@ -35,7 +35,7 @@ class SourceTensor:
     Attributes:
       name: its name in the checkpoint.
       shape: its shape, [out, in] for a matrix.
-      read: `read(start, stop)` is the rows [start, stop) in a floating dtype.
+      read: `read(start, stop)` is the rows [start, stop); only floats can fill a leaf.
       origin: the file that holds it, for messages.
     """
 
@@ -43,6 +43,38 @@ class SourceTensor:
     shape: tuple[int, ...]
     read: Callable[[int, int], np.ndarray]
     origin: str
+
+
+@dataclasses.dataclass(frozen=True)
+class HostMatrix:
+    """A `QuantizedMatrix` in numpy arrays, without a dtype of products."""
+
+    data: np.ndarray
+    scale: np.ndarray
+    zero: np.ndarray | None
+    bits: int
+    group: int
+    order: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredMatrix:
+    """A matrix that a checkpoint holds quantized, and that stays so.
+
+    Attributes:
+      name: of the float tensor that it stands for.
+      shape: of that tensor, [out, in].
+      read: the matrix; its columns are the tensor's rows.
+      origin: the file that holds it, for messages.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    read: Callable[[], HostMatrix]
+    origin: str
+
+
+Source = SourceTensor | StoredMatrix
 
 
 def numpy_dtype(name: str) -> np.dtype:
@@ -59,7 +91,7 @@ def numpy_dtype(name: str) -> np.dtype:
 def assemble(
     config: ModelConfig,
     dtype: str,
-    tensors: Iterable[SourceTensor],
+    tensors: Iterable[Source],
     targets: Mapping[str, Target],
     quantization: str | None = None,
 ) -> Params:
@@ -72,14 +104,15 @@ def assemble(
     Args:
       config: the model.
       dtype: of every parameter.
-      tensors: what the checkpoint has.
+      tensors: what the checkpoint has. A matrix of a layer is quantized if all tensors that fill it are
+        `StoredMatrix`s.
       targets: where each belongs, from `names.targets`.
       quantization: of the layers' matrices, each after it was filled in `dtype`; or `None`.
 
     Raises:
       ValueError: tensors are missing, unexpected, or there twice, one has a wrong shape, a tied
-        output matrix differs from the embedding, a value does not fit `dtype`, or `quantization` is not
-        one that the model's shapes allow.
+        output matrix differs from the embedding, a value does not fit `dtype`, `quantization` is not
+        one that the model's shapes allow, or quantized tensors do not make one quantized matrix.
     """
     out_dtype = numpy_dtype(dtype)
     abstract_params(config, dtype, quantization)  # refuses a shape or a name before anything is read
@@ -88,18 +121,20 @@ def assemble(
     leaves = []
     for path, spec in paths:
         sources = by_leaf[jax.tree_util.keystr(path, simple=True, separator=".")]
-        buffer = _filled(sources, targets, spec.shape, out_dtype)
-        if quantization is not None and path[-1].name in QUANTIZED_FIELDS:
-            leaf = quantize_matrix(buffer, quantization)
+        stored = [source for source in sources if isinstance(source, StoredMatrix)]
+        if stored:
+            _check_stored(sources, targets)
+            leaf = _merged(stored, targets, dtype)
+        elif quantization is not None and path[-1].name in QUANTIZED_FIELDS:
+            leaf = quantize_matrix(_filled(sources, targets, spec.shape, out_dtype), quantization)
         else:
-            leaf = jax.device_put(buffer)
+            leaf = jax.device_put(_filled(sources, targets, spec.shape, out_dtype))
         leaves.append(jax.block_until_ready(leaf))
-        del buffer  # before the next one is made
     logger.info("loaded %d parameters in %s", sum(math.prod(spec.shape) for _, spec in paths), dtype)
     return jax.tree_util.tree_unflatten(tree, leaves)
 
 
-def _checked(tensors: Iterable[SourceTensor], targets: Mapping[str, Target]) -> list[SourceTensor]:
+def _checked(tensors: Iterable[Source], targets: Mapping[str, Target]) -> list[Source]:
     """The tensors to use; raises unless each expected one is there exactly once, in its shape."""
     wanted = [tensor for tensor in tensors if not names.is_ignored(tensor.name)]
     count = Counter(tensor.name for tensor in wanted)
@@ -127,21 +162,76 @@ def _some(found: Sequence[str], limit: int = 8) -> str:
     return ", ".join(found[:limit]) + rest
 
 
-def _by_leaf(tensors: Sequence[SourceTensor], targets: Mapping[str, Target]) -> dict[str, list[SourceTensor]]:
+def _by_leaf(tensors: Sequence[Source], targets: Mapping[str, Target]) -> dict[str, list[Source]]:
     """The tensors of each leaf, those to be compared last."""
-    grouped: dict[str, list[SourceTensor]] = {}
+    grouped: dict[str, list[Source]] = {}
     for tensor in sorted(tensors, key=lambda t: targets[t.name].compare):
         grouped.setdefault(targets[tensor.name].leaf, []).append(tensor)
     return grouped
 
 
+def _check_stored(sources: Sequence[Source], targets: Mapping[str, Target]) -> None:
+    """Raises unless a leaf with a quantized tensor may be quantized, and all its tensors are."""
+    quantized = next(source for source in sources if isinstance(source, StoredMatrix))
+    if targets[quantized.name].field not in QUANTIZED_FIELDS:
+        raise ValueError(
+            f"tensor {quantized.name} in {quantized.origin} is quantized; only the matrices of layers may be"
+        )
+    for source in sources:
+        if not isinstance(source, StoredMatrix):
+            raise ValueError(
+                f"tensor {quantized.name} in {quantized.origin} is quantized, but {source.name} is not, and "
+                "they are parts of one matrix here"
+            )
+
+
+def _merged(stored: Sequence[StoredMatrix], targets: Mapping[str, Target], dtype: str) -> QuantizedMatrix:
+    """The quantized matrix whose columns the tensors fill."""
+    buffers: dict[str, np.ndarray] = {}
+    first: HostMatrix | None = None
+    for matrix in stored:
+        target, part = targets[matrix.name], matrix.read()
+        first = part if first is None else first
+        _check_alike(stored[0], first, matrix, part)
+        for name in ("data", "scale", "zero"):
+            rows = getattr(part, name)
+            if rows is None:
+                continue
+            if name not in buffers:
+                buffers[name] = np.empty((len(rows), target.leaf_shape[1]), rows.dtype)
+            view = target.view(buffers[name])
+            view[...] = rows.T.reshape(view.shape)
+    assert first is not None
+    zero, order = buffers.get("zero"), first.order
+    return QuantizedMatrix(
+        data=jax.device_put(buffers["data"]),
+        scale=jax.device_put(buffers["scale"]),
+        zero=jax.device_put(zero) if zero is not None and zero.any() else None,
+        bits=first.bits,
+        group=first.group,
+        dtype=dtype,
+        order=None if order is None else jax.device_put(order),
+    )
+
+
+def _check_alike(first: StoredMatrix, a: HostMatrix, other: StoredMatrix, b: HostMatrix) -> None:
+    """Raises unless two matrices can be columns of one."""
+    both = f"tensors {first.name} and {other.name} are parts of one matrix here, but"
+    if a.scale.dtype != b.scale.dtype:
+        raise ValueError(f"{both} have scales in {a.scale.dtype} and {b.scale.dtype}")
+    in_order = np.arange(0)  # stands for no order, and equals none
+    if not np.array_equal(in_order if a.order is None else a.order, in_order if b.order is None else b.order):
+        raise ValueError(f"{both} sort their rows into groups differently (g_idx)")
+
+
 def _filled(
-    sources: Sequence[SourceTensor], targets: Mapping[str, Target], shape: tuple[int, ...], dtype: np.dtype
+    sources: Sequence[Source], targets: Mapping[str, Target], shape: tuple[int, ...], dtype: np.dtype
 ) -> np.ndarray:
     buffer = np.empty(shape, dtype)
     stored = [tensor.shape for tensor in sources if not targets[tensor.name].compare]
     assert sum(map(math.prod, stored)) == buffer.size, f"the declared tensors do not tile {shape}"
     for tensor in sources:
+        assert isinstance(tensor, SourceTensor)
         target = targets[tensor.name]
         part = target.view(buffer)
         for group, values in _chunks(tensor, part, dtype):
@@ -168,6 +258,10 @@ def _chunks(
 
 
 def _cast(rows: np.ndarray, dtype: np.dtype, tensor: SourceTensor) -> np.ndarray:
+    if np.issubdtype(rows.dtype, np.integer):
+        raise ValueError(
+            f"tensor {tensor.name} in {tensor.origin} has dtype {rows.dtype}, the model needs floats"
+        )
     with np.errstate(over="ignore"):
         values = rows.astype(dtype, copy=False)
     if dtype == np.float16 and rows.dtype != dtype:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 import struct
 from collections.abc import Mapping
@@ -17,19 +18,28 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from jpaged.config import ModelConfig, RopeConfig
-from jpaged.models.transformer import Params
+from jpaged.config import AS_STORED, ModelConfig, RopeConfig
+from jpaged.models.transformer import QUANTIZED_FIELDS, Params
 from jpaged.ops.layers import rope_frequencies
 from jpaged.weights import names
-from jpaged.weights.assemble import SourceTensor, assemble
+from jpaged.weights.assemble import HostMatrix, Source, SourceTensor, StoredMatrix, assemble
+from jpaged.weights.names import Target
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 TENSOR_TYPES = (
     "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
 )  # fmt: skip
 """The tensor types that are read; every other one is refused by name."""
+
+STORED_TYPES = ("Q4_0", "Q4_1", "Q8_0")
+"""The types that `quantization="gguf"` keeps as they are."""
+
+BLOCK = 32
+"""Values of a row that share a scale in each of `STORED_TYPES`."""
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """`general.architecture` -> the family. Mistral models are stored as `llama`."""
@@ -74,11 +84,20 @@ class GgufCheckpoint:
         return cls(file, read_config(file))
 
     def load_params(self, dtype: str | None = None, quantization: str | None = None) -> Params:
-        """The parameters in `dtype` (default: bfloat16); see `assemble` for errors."""
+        """The parameters in `dtype` (default: bfloat16), dequantized unless `quantization` is given.
+
+        `quantization="gguf"` keeps the layers' matrices as the file has them where it can: see `stored`.
+
+        Raises:
+          ValueError: see `assemble` and `stored`.
+        """
+        dtype = dtype or self.config.dtype
         targets = names.targets(
             self.config, "gguf", rotary_interleaved=self.file.metadata["general.architecture"] == "llama"
         )
-        return assemble(self.config, dtype or self.config.dtype, tensors(self.file), targets, quantization)
+        if quantization == AS_STORED:
+            return assemble(self.config, dtype, stored(self.file, targets), targets)
+        return assemble(self.config, dtype, tensors(self.file), targets, quantization)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer that the file describes, or `None` if it describes none."""
@@ -174,13 +193,89 @@ def tensors(file: GgufFile) -> list[SourceTensor]:
     return [_source(file, tensor, size) for tensor in file.tensors.values()]
 
 
+def stored(file: GgufFile, targets: Mapping[str, Target]) -> list[Source]:
+    """Every tensor of the file; matrices of layers as they are stored, where all parts of one allow it.
+
+    A matrix stays quantized if the tensors that fill it (q, k and v; gate and up) have one and the same type
+    of `STORED_TYPES`; any other is dequantized, and the log names its tensors.
+
+    Raises:
+      ValueError: no matrix of the file stays quantized; or see `tensors`.
+    """
+    kinds: dict[str, set[str]] = {}
+    for name, target in targets.items():
+        if target.field in QUANTIZED_FIELDS and len(target.leaf_shape) == 2 and name in file.tensors:
+            kinds.setdefault(target.leaf, set()).add(_type_name(file.tensors[name]))
+    kept = {leaf for leaf, types in kinds.items() if len(types) == 1 and types <= set(STORED_TYPES)}
+    if not kept:
+        found = ", ".join(sorted(set().union(*kinds.values())))
+        raise ValueError(
+            f"quantization={AS_STORED!r}: no matrix of {file.path.name} is wholly one of "
+            f"{', '.join(STORED_TYPES)}; its types: {found}"
+        )
+    sources: list[Source] = []
+    for source in tensors(file):
+        leaf = targets[source.name].leaf if source.name in targets else ""
+        if leaf in kept:
+            read = functools.partial(_read_stored, file, file.tensors[source.name])
+            sources.append(StoredMatrix(source.name, source.shape, read, source.origin))
+            continue
+        if leaf in kinds:
+            logger.info("%s (%s) is dequantized", source.name, _type_name(file.tensors[source.name]))
+        sources.append(source)
+    return sources
+
+
+def _type_name(tensor: GgufTensor) -> str:
+    known = {member.value: member.name for member in _package().GGMLQuantizationType}
+    return known.get(tensor.type_id, str(tensor.type_id))
+
+
+def _read_stored(file: GgufFile, tensor: GgufTensor) -> HostMatrix:
+    """A tensor of one of `STORED_TYPES`; columns are the tensor's rows.
+
+    A block's 16 bytes of 4-bit values are laid out as `QuantizedMatrix` has them: the first half of its
+    values in the low bits.
+    """
+    kind = _type_name(tensor)
+    columns, rows = tensor.shape
+    groups = rows // BLOCK
+    head, values = {"Q4_0": (2, 16), "Q4_1": (4, 16), "Q8_0": (2, 32)}[kind]
+    size = columns * groups * (head + values)
+    raw = np.fromfile(file.path, np.uint8, size, offset=tensor.offset).reshape(columns, groups, head + values)
+    heads = np.ascontiguousarray(raw[..., :head]).view("<f2")  # [columns, groups, 1 or 2]
+    data, scale, zero = raw[..., head:], heads[..., 0], None
+    if kind == "Q4_0":
+        zero = np.full(scale.shape, 8, np.uint8)
+    elif kind == "Q4_1":
+        data, scale, zero = _without_minimum(data, scale.astype(np.float32), heads[..., 1].astype(np.float32))
+    else:
+        data = data.view(np.int8)
+    return HostMatrix(
+        data=data.reshape(columns, -1).T,
+        scale=scale.T,
+        zero=None if zero is None else zero.T,
+        bits=8 if kind == "Q8_0" else 4,
+        group=BLOCK,
+    )
+
+
+def _without_minimum(
+    data: np.ndarray, scale: np.ndarray, minimum: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`q * scale + minimum` as `(q - zero) * scale`; a block without a scale holds its minimum alone."""
+    flat = scale == 0
+    data = np.where(flat[..., None], np.uint8(0), data)
+    zero = -minimum / np.where(flat, np.float32(1), scale)
+    return data, np.where(flat, minimum, scale), np.where(flat, np.float32(-1), zero)
+
+
 def _source(file: GgufFile, tensor: GgufTensor, file_size: int) -> SourceTensor:
     package = _package()
-    known = {member.value: member for member in package.GGMLQuantizationType}
-    kind = known.get(tensor.type_id)
-    name = getattr(kind, "name", str(tensor.type_id))
+    name = _type_name(tensor)
     if name not in TENSOR_TYPES:
         raise ValueError(f"tensor {tensor.name} has type {name}; supported: {', '.join(TENSOR_TYPES)}")
+    kind = package.GGMLQuantizationType(tensor.type_id)
     block, block_bytes = package.GGML_QUANT_SIZES[kind]
     if tensor.shape[-1] % block:
         raise ValueError(

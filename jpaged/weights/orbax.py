@@ -16,6 +16,7 @@ import jax
 
 from jpaged.config import ModelConfig, RopeConfig
 from jpaged.models.transformer import Params, abstract_params
+from jpaged.ops.quantized import QuantizedMatrix
 from jpaged.weights.assemble import numpy_dtype
 from jpaged.weights.safetensors import load_tokenizer
 
@@ -87,9 +88,11 @@ def save(
     directory that was not finished is not taken for a checkpoint.
 
     Raises:
-      ValueError: there is something at `path`, or `params` do not fit `config`.
+      ValueError: there is something at `path`, `params` do not fit `config`, or they are quantized.
     """
     path = path.resolve()
+    if any(isinstance(w, QuantizedMatrix) for layer in params.layers for w in vars(layer).values()):
+        raise ValueError("params are quantized, which is not saved; only floats are")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"output={str(path)!r} must be an empty directory or not exist")
     dtype = params.embed.dtype.name

@@ -1,7 +1,7 @@
 """Checkpoints in the Hugging Face layout: a directory with `config.json` and safetensors files.
 
 Owns the layout of the directory and of the files. Which tensor goes where is `names`'s business,
-checks and conversion are `assemble`'s.
+checks and conversion are `assemble`'s, matrices that are stored quantized `hf_quantized`'s.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from jpaged.config import ModelConfig
 from jpaged.models.transformer import Params
 from jpaged.weights import names
 from jpaged.weights.assemble import SourceTensor, assemble
+from jpaged.weights.hf_quantized import Scheme, read_scheme, stored_matrices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,15 +33,22 @@ _DTYPES = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I32": np.dtype("<i4"),
+    "I64": np.dtype("<i8"),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class HfCheckpoint:
-    """A Hugging Face directory. Opening it reads `config.json`; weights are read when asked for."""
+    """A Hugging Face directory. Opening it reads `config.json`; weights are read when asked for.
+
+    Attributes:
+      scheme: how its matrices are quantized; `None` if they are floats.
+    """
 
     path: Path
     config: ModelConfig
+    scheme: Scheme | None = None
 
     @classmethod
     def open(cls, path: Path) -> HfCheckpoint:
@@ -49,12 +57,27 @@ class HfCheckpoint:
         Raises:
           ValueError: the configuration is missing, broken or not supported.
         """
-        return cls(path, read_config(path))
+        found = _read_json(path / "config.json").get("quantization_config")
+        return cls(path, read_config(path), read_scheme(found) if found else None)
 
     def load_params(self, dtype: str | None = None, quantization: str | None = None) -> Params:
-        """The parameters in `dtype` (default: the checkpoint's); see `assemble` for errors."""
+        """The parameters in `dtype` (default: the checkpoint's). What is stored quantized stays so.
+
+        Raises:
+          ValueError: see `assemble` and `hf_quantized`; or `quantization` is asked of a checkpoint that is
+            quantized already.
+        """
+        dtype = dtype or self.config.dtype
         targets = names.targets(self.config, "hf")
-        return assemble(self.config, dtype or self.config.dtype, tensors(self.path), targets, quantization)
+        found = tensors(self.path)
+        if self.scheme is None:
+            return assemble(self.config, dtype, found, targets, quantization)
+        if quantization is not None:
+            raise ValueError(
+                f"{quantization=} is not supported for a checkpoint that is quantized already "
+                f"(quant_method={self.scheme.method!r}); load it without"
+            )
+        return assemble(self.config, dtype, stored_matrices(found, targets, self.scheme), targets)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The directory's tokenizer, or `None` if it has none. Remote code is never run."""
@@ -76,7 +99,9 @@ def read_config(path: Path) -> ModelConfig:
     Raises:
       ValueError: a file is missing or broken, or the model is not supported.
     """
-    config = ModelConfig.from_hf(_read_json(path / "config.json"))
+    found = _read_json(path / "config.json")
+    found.pop("quantization_config", None)  # `read_scheme` reads it: it says nothing about the model
+    config = ModelConfig.from_hf(found)
     extra = path / "generation_config.json"
     if not extra.exists():
         return config

@@ -16,14 +16,16 @@ from jpaged.ops.quantized import QuantizedMatrix, abstract_matrix, group_size, q
 def dequantized(w: QuantizedMatrix) -> np.ndarray:
     """In float64, row by row: plain to read."""
     data, scale = np.asarray(w.data), np.asarray(w.scale, np.float64)
-    if w.bits == 8:
-        return data * scale
+    zero = np.zeros(scale.shape) if w.zero is None else np.asarray(w.zero, np.float64)
     half, rows = w.group // 2, []
-    for row in range(2 * len(data)):
+    for row in range(len(data) * 8 // w.bits):
         group, place = divmod(row, w.group)
-        byte = data[group * half + place % half]
-        value = (byte >> 4 if place >= half else byte & 15).astype(np.float64)
-        rows.append((value - np.asarray(w.zero)[group]) * scale[group])
+        if w.bits == 8:
+            value = data[row].astype(np.float64)
+        else:
+            byte = data[group * half + place % half]
+            value = (byte >> 4 if place >= half else byte & 15).astype(np.float64)
+        rows.append((value - zero[group]) * scale[group])
     return np.stack(rows)
 
 
@@ -82,6 +84,51 @@ def test_the_product_is_that_of_the_dequantized_matrix(rows, quantization, num_t
     np.testing.assert_allclose(np.asarray(linear(x, q, b)), want, rtol=1e-5, atol=1e-5)
 
 
+def random_matrix(bits, rows, group, scale, zero, *, columns=80, ordered=False) -> QuantizedMatrix:
+    rng = np.random.default_rng(rows + group)
+    shape = (rows // group, columns)
+    if bits == 8:
+        data = rng.integers(-128, 128, (rows, columns)).astype(np.int8)
+    else:
+        data = rng.integers(0, 256, (rows // 2, columns)).astype(np.uint8)
+    zeros = {
+        None: None,
+        "uint8": rng.integers(0, 16, shape).astype(np.uint8),
+        "float32": rng.normal(0, 8, shape).astype(np.float32),
+    }[zero]
+    order = rng.permutation(rows).astype(np.int32) if ordered else None
+    return QuantizedMatrix(
+        data, rng.uniform(0.5, 2, shape).astype(scale), zeros, bits, group, "float32", order
+    )
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize(
+    ("bits", "rows", "group", "scale", "zero"),
+    [
+        (8, 96, 32, "float16", None),
+        (8, 1536, 128, "float32", "float32"),
+        (8, 1536, 1536, "float16", None),
+        (8, 1536, 1536, "float16", "float32"),
+        (8, 1400, 700, "float32", None),
+        (4, 96, 32, "float16", "uint8"),
+        (4, 96, 32, "float32", "float32"),
+        (4, 576, 64, "float16", None),
+        (4, 60, 6, "float32", "uint8"),
+        (4, 1536, 1536, "float16", "uint8"),
+        (4, 1400, 700, "float32", "float32"),
+        (4, 1048, 1048, "float32", None),
+    ],
+)
+def test_any_group_order_and_zero_point(bits, rows, group, scale, zero, ordered):
+    w = random_matrix(bits, rows, group, scale, zero, ordered=ordered)
+    x = np.random.default_rng(0).normal(size=(5, rows)).astype(np.float32)
+    taken = x if w.order is None else x[:, w.order]
+    want = taken.astype(np.float64) @ dequantized(w)
+    got = np.asarray(jax.jit(linear)(x, jax.tree.map(jnp.asarray, w)))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_operands_have_the_matrixs_dtype(quantization):
     q = quantize_matrix(weights("gaussian").astype(ml_dtypes.bfloat16), quantization)
@@ -98,6 +145,18 @@ def test_operands_have_the_matrixs_dtype(quantization):
 def test_no_whole_matrix_of_floats_is_in_the_program(quantization, rows):
     w = abstract_matrix(rows, 640, quantization, "bfloat16")
     x = jax.ShapeDtypeStruct((8, rows), jnp.float32)
+    check_no_whole_matrix(x, w, rows)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "zero"), [(4, 1536, "uint8"), (8, 1536, "float32"), (8, 64, None), (4, 32, "float32")]
+)
+def test_nor_with_other_groups(bits, group, zero):
+    w = random_matrix(bits, 1536, group, "float16", zero, columns=640, ordered=True)
+    check_no_whole_matrix(jax.ShapeDtypeStruct((8, 1536), jnp.float32), w, 1536)
+
+
+def check_no_whole_matrix(x, w, rows):
     compiled = jax.jit(linear).lower(x, w).compile()
     for dtype in ("bf16", "f32", "f16"):
         assert f"{dtype}[{rows},640]" not in compiled.as_text()

@@ -149,12 +149,14 @@ def write_gguf(
     model: Tiny,
     *,
     quantization: str = "F32",
+    types: Mapping[str, str] = {},  # noqa: B006
     metadata: Mapping[str, Any] = {},  # noqa: B006
     extra: Callable[[Any], None] | None = None,
 ) -> Path:
     """Writes a GGUF file: matrices in `quantization`, vectors in F32, as llama.cpp's tools do.
 
     Args:
+      types: of some matrices, by Hugging Face name, instead of `quantization`.
       metadata: integers, floats or strings under the architecture's prefix, added or replaced.
       extra: called with the writer before it writes, to add anything else.
     """
@@ -183,11 +185,11 @@ def write_gguf(
         }
         if value is not None:
             add[type(value)](f"{arch}.{key}", value)
-    kind = gguf.GGMLQuantizationType[quantization]
     for name, tensor in model.tensors.items():
+        kind = gguf.GGMLQuantizationType[types.get(name, quantization)]
         if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
             tensor = interleave(tensor, config["head_dim"])
-        if tensor.ndim == 1 or quantization == "F32":
+        if tensor.ndim == 1 or kind.name == "F32":
             writer.add_tensor(gguf_name(name), tensor)
         else:
             packed = gguf.quants.quantize(tensor, kind)
