@@ -1,7 +1,7 @@
 """Matrices of 8- or 4-bit integers with a scale for each group of input rows, and products with them.
 
-Owns the layout, the rounding at load, and the product in plain XLA. A product dequantizes a few rows at
-a time, so a whole matrix never exists in the activations' dtype.
+Owns the layout, the rounding at load, and products: by a kernel where there is one for them, else in plain
+XLA. Either dequantizes a few rows at a time, so a whole matrix never exists in the activations' dtype.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from flax import struct
 from jax import lax
 
 from jpaged.config import QUANTIZATIONS
+from jpaged.ops.attention import Backend
+from jpaged.pallas.quantized_matmul import MAX_ROWS, quantized_matmul, unsupported
 
 GROUPS = (128, 64, 32)
 """Input rows that share a 4-bit scale, the preferred one first."""
@@ -122,11 +124,29 @@ def _nonzero(scale: np.ndarray) -> np.ndarray:
     return np.where(scale > 0, scale, np.float32(1))
 
 
-def quantized_product(x: jax.Array, w: QuantizedMatrix) -> jax.Array:
+def quantized_product(x: jax.Array, w: QuantizedMatrix, backend: Backend) -> jax.Array:
     """`x @ w` with float32 sums: x [T, E], w [E, X] -> float32 [T, X].
 
-    Rows are dequantized in chunks of whole groups (int8: a divisor of E), and the chunks' products added in
-    order, whatever T is.
+    Few rows, such as those of a decode step, take the kernel where the backend has kernels.
+    """
+    rows, columns = x.shape[1], w.data.shape[1]
+    refusal = unsupported(rows=rows, columns=columns, bits=w.bits, group=w.group, dtype=w.dtype)
+    if backend.uses_kernels and x.shape[0] <= MAX_ROWS and refusal is None:
+        return quantized_matmul(
+            x.astype(w.dtype),
+            w.data,
+            w.scale,
+            w.zero,
+            bits=w.bits,
+            group=w.group,
+            interpret=backend.interpret,
+        )
+    return _product_xla(x, w)
+
+
+def _product_xla(x: jax.Array, w: QuantizedMatrix) -> jax.Array:
+    """Rows are dequantized in chunks of whole groups (int8: a divisor of E), and the chunks' products added
+    in order, whatever T is.
     """
     T, E = x.shape
     X = w.data.shape[1]
