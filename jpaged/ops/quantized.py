@@ -148,30 +148,29 @@ def _product_xla(x: jax.Array, w: QuantizedMatrix) -> jax.Array:
     """Rows are dequantized in chunks of whole groups (int8: a divisor of E), and the chunks' products added
     in order, whatever T is.
     """
-    T, E = x.shape
-    X = w.data.shape[1]
+    E = x.shape[1]
     unit = 1 if w.bits == 8 else w.group
     rows = max(n for n in range(unit, max(CHUNK_ROWS, unit) + 1, unit) if E % n == 0)
     count = E // rows
     dtype = jnp.dtype(w.dtype)
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
-    def add(sums: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
+    def product(index: jax.Array | int) -> jax.Array:
         part = lax.dynamic_slice_in_dim(x, index * rows, rows, axis=1).astype(dtype)  # [T, rows]
-        y = lax.dot_general(
+        return lax.dot_general(
             part,
             _dequantized_rows(w, index, rows).astype(dtype),
             (((1,), (0,)), ((), ())),
             precision=precision,
             preferred_element_type=jnp.float32,
         )
-        return sums + y, None
 
-    y, _ = lax.scan(add, jnp.zeros((T, X), jnp.float32), jnp.arange(count))
+    # A loop that begins with zeros would have them written for every matrix at the start of a step, at once.
+    y, _ = lax.scan(lambda sums, index: (sums + product(index), None), product(0), jnp.arange(1, count))
     return y * w.scale if w.bits == 8 else y
 
 
-def _dequantized_rows(w: QuantizedMatrix, index: jax.Array, rows: int) -> jax.Array:
+def _dequantized_rows(w: QuantizedMatrix, index: jax.Array | int, rows: int) -> jax.Array:
     """Chunk `index` of that many rows, float32 [rows, X]; of int8 without its scale."""
     if w.bits == 8:
         return lax.dynamic_slice_in_dim(w.data, index * rows, rows)

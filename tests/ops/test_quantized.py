@@ -95,7 +95,7 @@ def test_operands_have_the_matrixs_dtype(quantization):
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-@pytest.mark.parametrize("rows", [1536, 1024])
+@pytest.mark.parametrize("rows", [1536, 2048])
 def test_no_whole_matrix_of_floats_is_in_the_program(quantization, rows):
     w = abstract_matrix(rows, 640, quantization, "bfloat16")
     x = jax.ShapeDtypeStruct((8, rows), jnp.float32)
