@@ -277,6 +277,9 @@ def global_loads(ptx: str) -> list[tuple[set[int], int]]:
 
 # -- programs ---------------------------------------------------------------------------------
 
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
+_RENAMING = {"parameter", "bitcast", "tuple", "get-tuple-element", "optimization-barrier"}
+_RENAMING |= {"while", "conditional", "call"}
 _CONTROL = {"kWhile", "kConditional", "kCommandBuffer", "kSequential", "kDynamicSliceFusion"}
 
 
@@ -340,7 +343,22 @@ class Program:
                 found[number] = Parameter(label[1] if label else "", rank, entries, size)
         return [found[number] for number in sorted(found)]
 
-    def copies(self, prefixes: tuple[str, ...]) -> list[tuple[str, int]]:
+    def written(self) -> list[tuple[str, str, int, int]]:
+        """(instruction, dtype, entries, bytes) of every array that is computed or copied, once where it is.
+
+        What a fusion keeps to itself is not written, and what only renames arrays writes none.
+        """
+        fused = {name for body in self._computations.values() for i in body for name in i.called("calls")}
+        return [
+            (instruction.name, dtype, *_size(dtype, dims))
+            for name, body in self._computations.items()
+            if name not in fused
+            for instruction in body
+            if instruction.opcode not in _RENAMING and not instruction.opcode.endswith("-start")
+            for dtype, dims in _ARRAY.findall(instruction.type)
+        ]
+
+    def copies(self, prefixes: tuple[str, ...], but: tuple[str, ...] = ()) -> list[tuple[str, int]]:
         """(what, bytes written) of every copy of half or more of a matrix or pool.
 
         Products read a weight and write something else; updates, and kernels with aliased outputs,
@@ -349,9 +367,13 @@ class Program:
 
         Args:
           prefixes: of the labels of the arguments that count.
+          but: prefixes of those among them that do not.
         """
-        parameters = self.parameters()
-        followed = [p if p.rank > 1 and p.label.startswith(prefixes) else None for p in parameters]
+
+        def counts(p: Parameter) -> bool:
+            return p.rank > 1 and p.label.startswith(prefixes) and not p.label.startswith(but)
+
+        followed = [p if counts(p) else None for p in self.parameters()]
         found: list[tuple[str, int]] = []
         self._follow(self._entry, followed, 1, found)
         return found
@@ -448,9 +470,11 @@ def _enclosed(text: str, start: int) -> str:
 
 def _arrays(kind: str) -> list[tuple[int, int]]:
     """(entries, bytes) of each array of an HLO type: `bf16[4,8]{1,0}`, or a tuple of such."""
-    found = []
-    for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", kind):
-        entries = math.prod(int(dim) for dim in dims.split(",") if dim)
-        bits = re.search(r"\d+", dtype)  # bf16, s8, f8e4m3fn; pred has none
-        found.append((entries, entries * (int(bits[0]) if bits else 8) // 8))
-    return found
+    return [_size(dtype, dims) for dtype, dims in _ARRAY.findall(kind)]
+
+
+def _size(dtype: str, dims: str) -> tuple[int, int]:
+    """(entries, bytes) of `bf16`, `4,8`."""
+    entries = math.prod(int(dim) for dim in dims.split(",") if dim)
+    bits = re.search(r"\d+", dtype)  # bf16, s8, f8e4m3fn; pred has none
+    return entries, entries * (int(bits[0]) if bits else 8) // 8

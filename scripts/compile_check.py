@@ -1,9 +1,9 @@
-"""Compiles the attention kernels and a model's steps for a GPU, on a machine that has none.
+"""Compiles the kernels and a model's steps for a GPU, on a machine that has none.
 
 Nothing runs: this shows that everything compiles, what each kernel uses and what a step moves, not how
 fast it is. Matrix products are not tuned either, so on a real GPU a step may differ by a few launches.
-The exit code is 1 if something does not compile, a kernel spills registers, attention reads K or V in
-pieces of less than 16 bytes, or a step copies a weight or a pool.
+The exit code is 1 if something does not compile, a kernel spills registers or reads K, V or a quantized
+matrix in pieces of less than 16 bytes, or a step copies a weight or a pool, or dequantizes a whole matrix.
 
 Needs `pip install jpaged[gpu-compile]`.
 Example: `python scripts/compile_check.py --target h200 --model-config llama3-8b`.
@@ -29,7 +29,7 @@ from typing import Any
 import jax
 
 from jpaged.batch import init_row_state
-from jpaged.config import DTYPES, LARGEST, EngineConfig, ModelConfig
+from jpaged.config import DTYPES, LARGEST, QUANTIZATIONS, EngineConfig, ModelConfig
 from jpaged.engine import steps
 from jpaged.engine.packing import Buckets, Packer
 from jpaged.engine.sizing import device_pool_bytes, resolve_sizes
@@ -45,15 +45,18 @@ from jpaged.gpu_compile import (
     pool_operands,
 )
 from jpaged.kv_cache import KVLayout, bytes_per_block, init_kv_cache
-from jpaged.models.transformer import abstract_params
+from jpaged.models.transformer import Params, abstract_params
 from jpaged.ops import attention
 from jpaged.ops.attention import Backend
+from jpaged.ops.quantized import QuantizedMatrix
 from jpaged.ops.sampling import Variant
+from jpaged.pallas.quantized_matmul import quantized_matmul
 from jpaged.presets import PRESETS, preset
 
 TIMEOUT_S = 900  # of one compilation
 LEAST_LOAD_BYTES = 16  # or what a token's bytes are a multiple of: 8 for int4 values at head_dim 80
 KV_DTYPES = ("bfloat16", "float32", "float16", *LARGEST)
+WEIGHTS = ("bf16", *QUANTIZATIONS)
 STEPS = ("decode_step", "prefill_step")
 # Each process is forked from one that has imported what takes long and done nothing.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -62,7 +65,7 @@ PROCESSES.set_forkserver_preload(["jpaged.engine.steps", "jpaged.gpu_compile"])
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A kernel and its shapes."""
+    """A kernel of attention and its shapes."""
 
     operation: str  # decode, prefill or write
     head_dim: int
@@ -83,12 +86,56 @@ class Case:
         return f"{self.operation} {self.shape}"
 
 
-def select_cases(quick: bool) -> list[Case]:
-    """What is compiled: every dtype of the pool meets every head_dim and every group size.
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """A product with a quantized matrix and its shapes."""
+
+    rows: int
+    columns: int
+    bits: int
+    group: int
+    num_tokens: int = 32
+    dtype: str = "bfloat16"
+    operation: str = dataclasses.field(default="matmul", init=False)
+
+    @property
+    def shape(self) -> str:
+        group = "" if self.group == self.rows else f" g{self.group}"
+        return f"int{self.bits}{group} {self.rows}x{self.columns} t{self.num_tokens} {self.dtype}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.operation} {self.shape}"
+
+
+def select_cases(quick: bool) -> list[Case | Matmul]:
+    """What is compiled: attention, writes and products with quantized matrices.
 
     Args:
-      quick: the shapes of the presets alone, and writes of every quantized format.
+      quick: the shapes of the presets alone, writes of every quantized format, a product of each kind.
     """
+    return [*attention_cases(quick), *matmul_cases(quick)]
+
+
+def matmul_cases(quick: bool) -> list[Matmul]:
+    """Widths of the presets in each format, then other numbers of tokens, groups and dtypes."""
+    wide = [Matmul(18944, 3584, 4, 128), Matmul(18944, 3584, 8, 18944)]
+    if quick:
+        return wide
+    shapes = [(576, 960, 64), (896, 1152, 128), (1536, 17920, 128), (3584, 4608, 128), (3584, 3584, 128)]
+    shapes += [(3584, 37888, 128), (4096, 28672, 128), (14336, 4096, 128)]
+    cases = wide + [Matmul(E, X, *format) for E, X, group in shapes for format in ((4, group), (8, E))]
+    formats = [(4, 128), (4, 64), (4, 32), (8, 3584), (8, 128), (8, 64), (8, 32)]
+    cases += [Matmul(3584, 3584, *format, num_tokens=64) for format in formats]
+    cases += [Matmul(3584, 3584, *format, num_tokens=1) for format in ((4, 128), (8, 3584))]
+    cases += [Matmul(576, columns, 4, 32) for columns in (96, 192)]
+    for dtype in ("float16", "float32"):
+        cases += [Matmul(3584, 3584, *format, 64, dtype) for format in ((4, 128), (4, 32), (8, 3584))]
+    return cases
+
+
+def attention_cases(quick: bool) -> list[Case]:
+    """Every dtype of the pool meets every head_dim and every group size."""
     both = ("decode", "prefill")
     common = [(128, 4, "bfloat16"), (128, 7, "bfloat16"), (64, 3, "bfloat16"), (128, 4, "int8")]
     if quick:
@@ -108,8 +155,10 @@ def select_cases(quick: bool) -> list[Case]:
 # -- compiling one thing, in a process of its own -------------------------------------------------
 
 
-def compile_case(compiler: Compiler, case: Case) -> list[dict[str, Any]]:
+def compile_case(compiler: Compiler, case: Case | Matmul) -> list[dict[str, Any]]:
     """A record for each GPU kernel of the case."""
+    if isinstance(case, Matmul):
+        return compile_matmul(compiler, case)
     kv_heads, tokens, seqs, width, num_blocks = 2, 256, 32, 128, 8191
     heads = case.group * kv_heads
     config = preset("llama3-8b").replace(
@@ -139,13 +188,37 @@ def compile_case(compiler: Compiler, case: Case) -> list[dict[str, Any]]:
         arguments = [compiler.array((tokens, heads, case.head_dim), "float32"), *pools, tables]
         arguments += [compiler.array((seqs + 1,), "int32"), lens]
     program = compiler.compile(function, *arguments).as_text()
-    found = compiler.kernels(pool_operands(program, {pool.data.size for pool in pools}))
+    row_bytes = [pool.data.shape[-1] * pool.data.dtype.itemsize for pool in pools]
+    least = min(LEAST_LOAD_BYTES, *(size & -size for size in row_bytes))
+    return kernel_records(compiler, case, program, {pool.data.size for pool in pools}, least)
+
+
+def compile_matmul(compiler: Compiler, case: Matmul) -> list[dict[str, Any]]:
+    """A record for the kernel."""
+    factors = (case.rows // case.group, case.columns)
+    data = compiler.array((case.rows * case.bits // 8, case.columns), "int8" if case.bits == 8 else "uint8")
+    zero = compiler.array(factors, "uint8") if case.bits == 4 else None
+    x, scale = compiler.array((case.num_tokens, case.rows), case.dtype), compiler.array(factors, "float32")
+    function = jax.jit(functools.partial(quantized_matmul, bits=case.bits, group=case.group))
+    return kernel_records(
+        compiler,
+        case,
+        compiler.compile(function, x, data, scale, zero).as_text(),
+        {data.size},
+        LEAST_LOAD_BYTES,
+    )
+
+
+def kernel_records(
+    compiler: Compiler, case: Case | Matmul, program: str, sizes: set[int], least_load_bytes: int
+) -> list[dict[str, Any]]:
+    """A record for each GPU kernel of a program; loads from operands of `sizes` entries are counted."""
+    found = compiler.kernels(pool_operands(program, sizes))
     if not found or (case.operation != "write" and not any(record["loads"] for record in found.values())):
-        raise RuntimeError(f"of the kernels {list(found)} none is seen to read the pools")
-    rows = [pool.data.shape[-1] * pool.data.dtype.itemsize for pool in pools]
-    least = min(LEAST_LOAD_BYTES, *(size & -size for size in rows))
+        raise RuntimeError(f"of the kernels {list(found)} none is seen to read the pools or the matrix")
     return [
-        {"name": f"{name} {case.shape}", "least_load_bytes": least} | record for name, record in found.items()
+        {"name": f"{name} {case.shape}", "least_load_bytes": least_load_bytes} | record
+        for name, record in found.items()
     ]
 
 
@@ -154,15 +227,42 @@ def kv_layout(config: ModelConfig, kv_dtype: str) -> KVLayout:
     return KVLayout.of(config, kv_dtype if kv_dtype in DTYPES else config.dtype, kv_dtype)
 
 
-def compile_step(compiler: Compiler, name: str, model: str, kv_dtype: str) -> dict[str, Any]:
+def whole_matrices(
+    program: Program, params: Params, num_tokens: int
+) -> tuple[tuple[str, ...], list[tuple[str, int]]]:
+    """Copies of whole quantized matrices, dequantized or not.
+
+    They are found by size: arrays with as many entries as a matrix. Floats of a size that activations of
+    `num_tokens` tokens have too are not looked for.
+
+    Returns:
+      prefixes of the matrices' labels in the program; (what, bytes written) of each copy.
+    """
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, QuantizedMatrix))
+    matrices = {
+        f"params{jax.tree_util.keystr(path)}.": x for path, x in leaves if isinstance(x, QuantizedMatrix)
+    }
+    widths = {x.data.shape[1] for x in matrices.values()}
+    entries = {x.data.size for x in matrices.values()}
+    values = {x.data.size * 8 // x.bits for x in matrices.values()}
+    floats = values - {num_tokens * width for width in widths}
+    found = [
+        (f"a quantized matrix in {instruction}", size)
+        for instruction, dtype, count, size in program.written()
+        if count in (floats if dtype in ("bf16", "f16", "f32") else entries | values)
+    ]
+    return tuple(matrices), found
+
+
+def compile_step(compiler: Compiler, name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Compiles the largest bucket of a step, sized as an engine would be on this GPU.
 
     `decode_step` is the greedy variant; `prefill_step` the full one, whose temporaries an engine
     subtracts from its memory.
     """
-    config, engine = preset(model), EngineConfig()
-    layout = kv_layout(config, kv_dtype)
-    params = abstract_params(config, layout.dtype)
+    config, engine = preset(args.model_config), EngineConfig(max_num_seqs=args.max_num_seqs)
+    layout = kv_layout(config, args.kv_dtype)
+    params = abstract_params(config, layout.dtype, None if args.weights == "bf16" else args.weights)
     weight_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
     block_bytes = bytes_per_block(config, engine.block_size, layout)
     left = pool_bytes(compiler.target, weight_bytes, 1 << 30)
@@ -197,12 +297,14 @@ def compile_step(compiler: Compiler, name: str, model: str, kv_dtype: str) -> di
         raise RuntimeError(
             f"only {memory.alias_size_in_bytes} bytes of the pools' {pools} are updated in place"
         )
+    num_tokens = sizes.max_num_seqs if decode else sizes.max_num_batched_tokens
+    quantized, whole = whole_matrices(program, params, num_tokens)
     return {
         "argument_bytes": memory.argument_size_in_bytes,
         "alias_bytes": memory.alias_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
         "launches": count_launches(compiler.thunks),
-        "copies": program.copies(("params.", "cache.")),
+        "copies": program.copies(("params.", "cache."), but=quantized) + whole,
         "weight_bytes": weight_bytes,
     }
 
@@ -247,7 +349,7 @@ def work(name: str, dump: Path, args: argparse.Namespace, sender: Connection) ->
     try:
         compiler = Compiler(TARGETS[args.target], dump)
         if name in STEPS:
-            found: Any = compile_step(compiler, name, args.model_config, args.kv_dtype)
+            found: Any = compile_step(compiler, name, args)
         else:
             found = compile_case(compiler, next(case for case in select_cases(False) if case.name == name))
         sender.send((found, None))
@@ -269,14 +371,14 @@ def find_problems(kernels: list[dict[str, Any]], found_steps: dict[str, dict[str
         if narrow:
             total = sum(kernel["loads"].values())
             parts = ", ".join(f"{count} of {width} bytes" for width, count in narrow.items())
-            problems.append(f"{kernel['name']}: of {total} loads of K and V {parts}")
+            problems.append(f"{kernel['name']}: of {total} loads of K, V or a matrix {parts}")
     for name, step in found_steps.items():
         problems += [f"{name}: copies {what} ({size} bytes)" for what, size in step["copies"]]
     return problems
 
 
 def kernel_record(kernel: dict[str, Any]) -> dict[str, Any]:
-    """As it is reported: `global_load_bytes` is the narrowest load of K or V, if there is one."""
+    """As it is reported: `global_load_bytes` is the narrowest load of K, V or a matrix, if any."""
     used = {key: kernel[key] for key in ("name", "registers", "spill_bytes", "shared_bytes")}
     narrowest = min(kernel["loads"], default=None)
     return used | {"global_load_bytes": narrowest, "mma": kernel["mma"], "tf32": kernel["tf32"]}
@@ -300,7 +402,7 @@ def kv_tokens_fit(args: argparse.Namespace, found_steps: dict[str, dict[str, Any
 def print_report(report: dict[str, Any]) -> None:
     print(f"{report['target']}, jax {report['jax']}\n")
     row = "{:44} {:>9} {:>7} {:>7} {:>9}  {}"
-    print(row.format("kernel", "registers", "spilled", "shared", "K/V loads", "tensor cores"))
+    print(row.format("kernel", "registers", "spilled", "shared", "loads", "tensor cores"))
     for kernel in report["kernels"]:
         _, registers, spilled, shared, loads, mma, _ = kernel.values()
         print(row.format(kernel["name"], registers, spilled, shared, loads or "-", ", ".join(mma) or "-"))
@@ -317,6 +419,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--target", choices=TARGETS, required=True)
     parser.add_argument("--model-config", choices=PRESETS, default="llama3-8b", help="of the steps")
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="bfloat16", help="of the steps' pools")
+    parser.add_argument("--weights", choices=WEIGHTS, default="bf16", help="of the steps; quantized or not")
+    parser.add_argument(
+        "--max-num-seqs",
+        type=int,
+        default=EngineConfig().max_num_seqs,
+        help="of the steps: sequences of the largest decode batch",
+    )
     parser.add_argument("--kernels-only", action="store_true")
     parser.add_argument("--steps-only", action="store_true")
     parser.add_argument("--quick", action="store_true", help="the presets' kernels, not the whole matrix")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
 from jpaged.gpu_compile import TARGETS
+from jpaged.models.transformer import QUANTIZED_FIELDS, abstract_params
+from jpaged.presets import preset
 
 ROOT = Path(__file__).parents[1]
 GIB = 1 << 30
@@ -74,6 +77,21 @@ def test_every_dtype_meets_every_head_dim_and_every_group_in_decode_and_prefill(
     assert set(script.select_cases(quick=True)) <= set(cases)
 
 
+def test_products_with_int4_and_int8_weights_meet_every_width_of_the_presets(script):
+    cases = [case for case in script.select_cases(quick=False) if case.operation == "matmul"]
+    widths = {576, 896, 1536, 3584, 4096, 14336, 18944}
+    for bits in (4, 8):
+        assert {case.rows for case in cases if case.bits == bits} == widths
+    assert {(c.bits, c.group) for c in cases} >= {(b, g) for b in (4, 8) for g in (32, 64, 128)} | {(8, 3584)}
+    assert {case.num_tokens for case in cases} == {1, 32, 64}
+    assert {case.dtype for case in cases} == {"bfloat16", "float16", "float32"}
+    quick = [case.name for case in script.select_cases(quick=True) if case.operation == "matmul"]
+    assert quick == [
+        "matmul int4 g128 18944x3584 t32 bfloat16",
+        "matmul int8 18944x3584 t32 bfloat16",
+    ]
+
+
 def test_the_report_is_one_json_object_and_the_pool_is_what_weights_and_temporaries_leave(script, capsys):
     code, out, err = run(script, capsys, "--json")
     report = json.loads(out)
@@ -115,7 +133,7 @@ def test_what_must_not_be_is_listed_by_name_and_makes_the_exit_code_1(script, ca
     assert code == 1 and err == [
         f"problem: {write}: does not compile: ValueError: no",
         f"problem: {decode}: spills 24 bytes",
-        f"problem: {prefill}: of 27 loads of K and V 2 of 4 bytes, 1 of 8 bytes",
+        f"problem: {prefill}: of 27 loads of K, V or a matrix 2 of 4 bytes, 1 of 8 bytes",
         "problem: prefill_step: copies params.wo in copy.1 (64 bytes)",
         "problem: prefill_step: copies cache.k[0] in copy.2 (32 bytes)",
     ]
@@ -140,6 +158,42 @@ def test_the_table_has_a_row_for_each_kernel_and_step(script, capsys):
     assert "paged_decode d128 g4 bfloat16 99 0 38928 - -" in " ".join(out.split())
     assert f"decode_step 100 60 {2 * GIB} 500 0" in " ".join(out.split())
     assert out.endswith("tokens of KV cache that fit beside the weights: 887680\n")
+
+
+def test_steps_have_the_weights_and_the_sequences_that_are_asked_for(script):
+    def parsed(*arguments):
+        args = script.parse_arguments(["--target", "h200", *arguments])
+        return args.weights, args.max_num_seqs
+
+    assert parsed() == ("bf16", None)
+    assert parsed("--weights", "int4", "--max-num-seqs", "32") == ("int4", 32)
+    with pytest.raises(SystemExit):
+        parsed("--weights", "int3")
+
+
+def test_whole_quantized_matrices_are_found_by_their_size_unless_activations_have_it(script):
+    config = preset("qwen2.5-7b").replace(num_layers=1, layer_windows=())
+    E, F = config.hidden_size, config.intermediate_size
+    written = [
+        ("dequantized", "bf16", E * E, 2 * E * E),
+        ("repacked", "u8", E * F // 2, E * F // 2),
+        ("unpacked", "s8", E * F, E * F),
+        ("chunk", "bf16", 512 * 2 * F, 1024 * 2 * F),
+        ("gate_up", "f32", E * 2 * F, 4 * E * 2 * F),
+    ]
+    program = types.SimpleNamespace(written=lambda: written)
+    prefixes, found = script.whole_matrices(
+        program, abstract_params(config, "bfloat16", "int4"), num_tokens=E
+    )
+    assert prefixes == tuple(f"params.layers[0].{name}." for name in QUANTIZED_FIELDS)
+    # With E tokens, outputs of products have the sizes of `gate_up` and `dequantized`.
+    assert found == [
+        ("a quantized matrix in repacked", E * F // 2),
+        ("a quantized matrix in unpacked", E * F),
+    ]
+    found = script.whole_matrices(program, abstract_params(config, "bfloat16", "int4"), num_tokens=32)[1]
+    assert [what.split()[-1] for what, _ in found] == ["dequantized", "repacked", "unpacked", "gate_up"]
+    assert script.whole_matrices(program, abstract_params(config), num_tokens=32) == ((), [])
 
 
 def test_a_missing_plugin_is_an_error_before_anything_starts(script, capsys, monkeypatch):

@@ -238,6 +238,23 @@ def test_copies_of_weights_and_pools_are_found_wherever_they_are_and_nothing_els
     assert Program(HLO).copies(("params.s",)) == [("params.stack in fusion-start", 4 * 8192)]
 
 
+def test_arguments_whose_prefix_is_left_out_are_not_followed():
+    assert Program(HLO).copies(("params.", "cache."), but=("cache.", "params.w")) == [
+        ("params.stack in fusion-start", 4 * 8192)
+    ]
+
+
+def test_what_a_program_writes_is_every_array_once_in_loops_and_branches_too():
+    written = Program(HLO).written()
+    assert ("converted", "f32", 4096, 16384) in written
+    assert ("write", "bf16", 18432, 36864) in written  # of a tuple
+    assert ("fusion-done", "bf16", 4096, 8192) in written  # in a loop, not by its trips
+    names = [name for name, *_ in written]
+    assert "copy.2" in names and "copy-done" in names
+    # Arguments, other names of an array, and what stays inside a fusion are none.
+    assert not {"w.1", "flat", "rows", "loop", "copy-start", "convert", "dot"} & set(names)
+
+
 @pytest.mark.parametrize(
     ("installed", "message"),
     [

@@ -60,7 +60,7 @@ def decode_step(
 
     tokens = state.last_token[batch.rows]
     positions = jnp.maximum(batch.context_lens - 1, 0)
-    hidden = transformer.forward(params, config, tokens, positions, attend)
+    hidden = transformer.forward(params, config, tokens, positions, attend, backend=backend)
     logits = transformer.logits(params, hidden)
     tokens, logprobs, state = sample(logits, batch.rows, state, batch.sampling, variant)
     return pools.cache(), state, StepOutput(tokens=tokens, logprobs=logprobs, prompt_logprobs=None)
@@ -131,7 +131,8 @@ def _prefill_hidden(
         return attention_of(q, k_pool, v_pool, window=config.layer_windows[layer])
 
     tokens = jnp.where(batch.token_ids >= 0, batch.token_ids, state.last_token[batch.token_rows])
-    return transformer.forward(params, config, tokens, batch.positions, attend), pools.cache()
+    hidden = transformer.forward(params, config, tokens, batch.positions, attend, backend=backend)
+    return hidden, pools.cache()
 
 
 def _prompt_logprobs(params: Params, hidden: jax.Array, targets: jax.Array) -> Logprobs:

@@ -7,6 +7,7 @@ schedules or sampling.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jpaged.config import ModelConfig
+from jpaged.ops.attention import XLA, Backend
 from jpaged.ops.layers import apply_rope, linear, rms_norm, rope_frequencies, rope_table, silu_gate, unembed
 from jpaged.ops.quantized import QuantizedMatrix, abstract_matrix
 
@@ -120,7 +122,13 @@ Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def forward(
-    params: Params, config: ModelConfig, token_ids: jax.Array, positions: jax.Array, attend: Attend
+    params: Params,
+    config: ModelConfig,
+    token_ids: jax.Array,
+    positions: jax.Array,
+    attend: Attend,
+    *,
+    backend: Backend = XLA,
 ) -> jax.Array:
     """Runs the decoder over packed tokens.
 
@@ -130,27 +138,29 @@ def forward(
     Args:
       token_ids, positions: int32 [T].
       attend: called once per layer, in order, with rotated queries and keys.
+      backend: of products with quantized matrices; kernels are not differentiable.
 
     Returns:
       Final hidden states, normalized, float32 [T, E]; `logits` turns them into logits.
     """
     K, G, D = config.num_kv_heads, config.group_size, config.head_dim
     eps = config.rms_norm_eps
+    product = functools.partial(linear, backend=backend)
     inv_freq, scale = rope_frequencies(config.rope, D)
     cos, sin = rope_table(positions, inv_freq, scale)
     x = params.embed[token_ids].astype(jnp.float32)  # [T, E]
     for index, layer in enumerate(params.layers):
-        qkv = linear(rms_norm(x, layer.attn_norm, eps), layer.wqkv, layer.bqkv)
+        qkv = product(rms_norm(x, layer.attn_norm, eps), layer.wqkv, layer.bqkv)
         qkv = qkv.reshape(-1, K, G + 2, D)
         q = qkv[:, :, :G].reshape(-1, K * G, D)
         k, v = qkv[:, :, G], qkv[:, :, G + 1]
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
         out = attend(index, apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
-        y = linear(out.reshape(-1, K * G * D), layer.wo, layer.bo)
-        gate_up = linear(rms_norm(x + y, layer.mlp_norm, eps), layer.w_gate_up, layer.b_gate_up)
+        y = product(out.reshape(-1, K * G * D), layer.wo, layer.bo)
+        gate_up = product(rms_norm(x + y, layer.mlp_norm, eps), layer.w_gate_up, layer.b_gate_up)
         # Added in this order, x + y is of use to the norm alone, and computed with it on a GPU.
-        x = x + (y + linear(silu_gate(gate_up), layer.w_down, layer.b_down))
+        x = x + (y + product(silu_gate(gate_up), layer.w_down, layer.b_down))
     return rms_norm(x, params.final_norm, eps)
 
 

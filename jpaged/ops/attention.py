@@ -30,7 +30,7 @@ MIN_CAPABILITY = 80  # tensor cores for bfloat16, asynchronous copies
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """How attention is computed: a static argument of the compiled steps.
+    """How attention and quantized products are computed: a static argument of the compiled steps.
 
     Attributes:
       name: `xla`; `pallas`, kernels lowered through Triton; `pallas_interpret`, the same kernels run by
@@ -49,6 +49,9 @@ class Backend:
     @property
     def interpret(self) -> bool:
         return self.name == "pallas_interpret"
+
+
+XLA = Backend("xla")
 
 
 def resolve_backend(choice: str, config: ModelConfig, *, block_size: int, layout: KVLayout) -> Backend:

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from jpaged.config import RopeConfig
+from jpaged.ops.attention import XLA, Backend
 from jpaged.ops.quantized import QuantizedMatrix, quantized_product
 
 
@@ -23,9 +24,19 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return x * scale * jnp.expand_dims(weight.astype(jnp.float32), tuple(range(x.ndim - 1)))
 
 
-def linear(x: jax.Array, w: jax.Array | QuantizedMatrix, b: jax.Array | None = None) -> jax.Array:
-    """`x @ w + b` with float32 sums: x [T, E], w [E, X], b [X] -> float32 [T, X]."""
-    y = quantized_product(x, w) if isinstance(w, QuantizedMatrix) else _product(x, w, 0)
+def linear(
+    x: jax.Array,
+    w: jax.Array | QuantizedMatrix,
+    b: jax.Array | None = None,
+    *,
+    backend: Backend = XLA,
+) -> jax.Array:
+    """`x @ w + b` with float32 sums: x [T, E], w [E, X], b [X] -> float32 [T, X].
+
+    Args:
+      backend: of products with a quantized matrix.
+    """
+    y = quantized_product(x, w, backend) if isinstance(w, QuantizedMatrix) else _product(x, w, 0)
     return y if b is None else y + b.astype(jnp.float32)[None, :]
 
 

@@ -1,8 +1,9 @@
 """Matrices of 8- or 4-bit integers with a scale for each group of input rows, and products with them.
 
-Owns the layout, the rounding at load, and the product in plain XLA. A product dequantizes a few rows at
-a time, so a whole matrix never exists in the activations' dtype. Layouts of checkpoints that are quantized
-already are `weights`'s business; what they hold becomes a `QuantizedMatrix` too.
+Owns the layout, the rounding at load, and products: by a kernel where there is one for them, else in plain
+XLA. Either dequantizes a few rows at a time, so a whole matrix never exists in the activations' dtype.
+Layouts of checkpoints that are quantized already are `weights`'s business; what they hold becomes a
+`QuantizedMatrix` too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from flax import struct
 from jax import lax
 
 from jpaged.config import AS_STORED, QUANTIZATIONS
+from jpaged.ops.attention import Backend
+from jpaged.pallas.quantized_matmul import MAX_ROWS, quantized_matmul, unsupported
 
 GROUPS = (128, 64, 32)
 """Input rows that share a 4-bit scale, the preferred one first."""
@@ -134,39 +137,65 @@ def _nonzero(scale: np.ndarray) -> np.ndarray:
     return np.where(scale > 0, scale, np.float32(1))
 
 
-def quantized_product(x: jax.Array, w: QuantizedMatrix) -> jax.Array:
+def quantized_product(x: jax.Array, w: QuantizedMatrix, backend: Backend) -> jax.Array:
     """`x @ w` with float32 sums: x [T, E], w [E, X] -> float32 [T, X].
+
+    Few rows, such as those of a decode step, take the kernel where the backend has kernels.
+    """
+    if w.order is not None:
+        x = jnp.take(x, w.order, axis=1)
+    rows, columns = x.shape[1], w.data.shape[1]
+    refusal = unsupported(
+        rows=rows,
+        columns=columns,
+        bits=w.bits,
+        group=w.group,
+        dtype=w.dtype,
+        has_zero=w.zero is not None,
+    )
+    if backend.uses_kernels and x.shape[0] <= MAX_ROWS and refusal is None:
+        return quantized_matmul(
+            x.astype(w.dtype),
+            w.data,
+            w.scale,
+            w.zero,
+            bits=w.bits,
+            group=w.group,
+            interpret=backend.interpret,
+        )
+    return _product_xla(x, w)
+
+
+def _product_xla(x: jax.Array, w: QuantizedMatrix) -> jax.Array:
+    """`x @ w` for x whose columns are in the order of w's rows.
 
     Rows are dequantized in chunks (whole groups, or a part of one that is larger than a chunk), and the
     chunks' products added in order, whatever T is. 8 bits with a scale per column are scaled after the sum.
     """
     T, E = x.shape
-    X = w.data.shape[1]
     rows = _chunk_rows(w, E)
     scaled_after = _is_scaled_after(w, E)
     dtype = jnp.dtype(w.dtype)
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
-    if w.order is not None:
-        x = jnp.take(x, w.order, axis=1)
     if w.bits == 4 and rows < w.group:  # a chunk of bytes holds rows of both halves of its group
         x = x.reshape(T, E // w.group, 2, w.group // rows, rows // 2).swapaxes(2, 3).reshape(T, E)
 
-    def add(sums: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
+    def product(index: jax.Array | int) -> jax.Array:
         part = lax.dynamic_slice_in_dim(x, index * rows, rows, axis=1).astype(dtype)  # [T, rows]
         if scaled_after:
             values = lax.dynamic_slice_in_dim(w.data, index * rows, rows)
         else:
             values = _dequantized_rows(w, index, rows)
-        y = lax.dot_general(
+        return lax.dot_general(
             part,
             values.astype(dtype),
             (((1,), (0,)), ((), ())),
             precision=precision,
             preferred_element_type=jnp.float32,
         )
-        return sums + y, None
 
-    y, _ = lax.scan(add, jnp.zeros((T, X), jnp.float32), jnp.arange(E // rows))
+    # A loop that begins with zeros would have them written for every matrix at the start of a step, at once.
+    y, _ = lax.scan(lambda sums, index: (sums + product(index), None), product(0), jnp.arange(1, E // rows))
     return y * w.scale.astype(jnp.float32) if scaled_after else y
 
 
@@ -184,7 +213,7 @@ def _chunk_rows(w: QuantizedMatrix, E: int) -> int:
     return max(n for n in range(step, CHUNK_ROWS + 1, step) if w.group % n == 0)
 
 
-def _dequantized_rows(w: QuantizedMatrix, index: jax.Array, rows: int) -> jax.Array:
+def _dequantized_rows(w: QuantizedMatrix, index: jax.Array | int, rows: int) -> jax.Array:
     """Chunk `index` of that many stored rows, float32 [rows, X]."""
     X = w.data.shape[1]
     groups = max(1, rows // w.group)

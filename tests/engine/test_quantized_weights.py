@@ -16,8 +16,8 @@ PROMPTS = [np.random.default_rng(i).integers(3, 301, 5 + 9 * i).tolist() for i i
 CONFIG = tiny_config(hidden_size=64, intermediate_size=96, num_heads=4)
 
 
-def quantized(quantization: str):
-    params = tiny_params(CONFIG)
+def quantized(quantization: str, config=CONFIG):
+    params = tiny_params(config)
     layers = [
         layer.replace(
             **{f: quantize_matrix(np.asarray(getattr(layer, f)), quantization) for f in QUANTIZED_FIELDS}
@@ -27,9 +27,9 @@ def quantized(quantization: str):
     return params.replace(layers=tuple(layers))
 
 
-def engine(params, **options) -> Engine:
+def engine(params, config=CONFIG, **options) -> Engine:
     sizes = dict(max_model_len=96, max_num_seqs=4, max_num_batched_tokens=64, num_kv_blocks=32)
-    return Engine(CONFIG, params, **(sizes | options))
+    return Engine(config, params, **(sizes | options))
 
 
 def run(engine: Engine, prompts=PROMPTS) -> list[list[int]]:
@@ -48,3 +48,15 @@ def test_batches_chunks_and_determinism_give_the_ids_of_one_request_alone(quanti
     assert run(engine(params)) == want
     assert run(engine(params, max_num_batched_tokens=5)) == want
     assert run(engine(params, deterministic=True)) == want
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_kernels_give_the_ids_of_xla(quantization):
+    config = CONFIG.replace(head_dim=64, num_layers=1, layer_windows=())
+    params = quantized(quantization, config)
+    sizes = dict(max_num_seqs=2, max_num_batched_tokens=16)
+    want, got = (
+        run(engine(params, config, attention_backend=backend, **sizes), PROMPTS[:2])
+        for backend in ("xla", "pallas_interpret")
+    )
+    assert got == want

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jpaged.config import QUANTIZATIONS
+from jpaged.ops.attention import Backend
 from jpaged.ops.layers import linear
 from jpaged.ops.quantized import QuantizedMatrix, abstract_matrix, group_size, quantize_matrix
 
@@ -141,7 +142,7 @@ def test_operands_have_the_matrixs_dtype(quantization):
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-@pytest.mark.parametrize("rows", [1536, 1024])
+@pytest.mark.parametrize("rows", [1536, 2048])
 def test_no_whole_matrix_of_floats_is_in_the_program(quantization, rows):
     w = abstract_matrix(rows, 640, quantization, "bfloat16")
     x = jax.ShapeDtypeStruct((8, rows), jnp.float32)
@@ -162,6 +163,18 @@ def check_no_whole_matrix(x, w, rows):
         assert f"{dtype}[{rows},640]" not in compiled.as_text()
         assert f"{dtype}[640,{rows}]" not in compiled.as_text()
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * rows * 640
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_few_rows_take_the_kernel_where_there_are_kernels_and_the_matrix_fits(quantization):
+    def takes_kernel(backend, num_tokens, rows=64, columns=96) -> bool:
+        x = jax.ShapeDtypeStruct((num_tokens, rows), jnp.float32)
+        w = abstract_matrix(rows, columns, quantization, "bfloat16")
+        return "pallas_call" in str(jax.make_jaxpr(lambda x, w: linear(x, w, backend=Backend(backend)))(x, w))
+
+    assert takes_kernel("pallas", 1) and takes_kernel("pallas", 64) and takes_kernel("pallas_interpret", 64)
+    assert not takes_kernel("pallas", 65) and not takes_kernel("xla", 1)
+    assert not takes_kernel("pallas", 1, columns=80)
 
 
 def test_faults_are_told_by_name():
