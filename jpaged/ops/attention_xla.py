@@ -18,14 +18,14 @@ from jax import lax
 
 from jpaged.kv_cache import Pool, decode_scale, decode_values
 
-CONTEXT_TILE = 128  # tokens of context per iteration
+CONTEXT_TILE = 64  # tokens of context per iteration
 QUERY_TILE = 16  # tokens of one sequence that share a gather of K and V
 
 # Query tiles that walk their contexts together. What an iteration touches then fits in a CPU's
 # cache, and a group stops at its own longest context. One size whatever the batch: so a row's
 # products have one shape.
-_GROUP_DECODE = 16
-_GROUP_PREFILL = 4
+_GROUP_DECODE = 8
+_GROUP_PREFILL = 2
 
 _NEVER = -1e30  # initial maximum: finite, so that exp(-inf - _NEVER) is 0 and not NaN
 
@@ -203,7 +203,9 @@ def _attend_group(
 
     def load(entries: jax.Array, tile: jax.Array) -> jax.Array:
         ids = lax.dynamic_slice_in_dim(tables, tile * tile_blocks, tile_blocks, axis=1)
-        return entries.at[ids].get(mode="promise_in_bounds")  # [B, tile_blocks, K, P, ..]
+        # Whole blocks as rows, and not as part of what comes next: so they are copied, not gathered by element.
+        rows = entries.reshape(entries.shape[0], -1).at[ids].get(mode="promise_in_bounds")
+        return lax.optimization_barrier(rows).reshape(B, tile_blocks, *entries.shape[1:])
 
     def scales(stored: jax.Array, tile: jax.Array) -> jax.Array:
         scale = decode_scale(load(stored, tile))  # [B, tile_blocks, K, P]
@@ -212,10 +214,9 @@ def _attend_group(
     def step(tile: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple:
         top, total, acc = carry
         key_position = tile * tile_len + jnp.arange(tile_len, dtype=jnp.int32)  # [tile_len]
-        # Keys are turned while they are gathered: a product over the last axis of both is slow.
         keys = decode_values(load(k_pool.data, tile), k_pool.format, dtype)
-        keys = keys.transpose(0, 2, 4, 1, 3).reshape(B, K, D, tile_len)
-        scores = product("bkqd,bkdt->bkqt", q, keys)
+        keys = keys.transpose(0, 2, 1, 3, 4).reshape(B, K, tile_len, D)
+        scores = product("bkqd,bktd->bkqt", q, keys)
         if k_pool.scale is not None:
             scores *= scales(k_pool.scale, tile)
         if soft_cap is not None:
