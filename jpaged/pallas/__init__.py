@@ -1,5 +1,5 @@
-"""GPU kernels for paged attention, written in Pallas and lowered through Triton.
+"""GPU kernels for paged attention and quantized products, written in Pallas and lowered through Triton.
 
-Each has the contract of its namesake in `ops.attention_xla`, and one suite of tests. Nothing here
-knows of models, requests or schedules.
+Those of attention have the contracts of their namesakes in `ops.attention_xla`, and one suite of tests.
+Nothing here knows of models, requests or schedules.
 """

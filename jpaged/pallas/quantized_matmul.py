@@ -91,6 +91,8 @@ def default_tuning(fixed: Matrix) -> Tuning:
     if fixed.dtype == "float32":
         # Without tensor cores each thread holds whole rows of its operands.
         columns, depth, stages = 32, min(32, depth), 3
+    elif depth < 64:
+        columns = min(64, columns)  # 128 spill
     splits = min(-(-_PROGRAMS * columns // fixed.columns), -(-fixed.rows // _SPLIT_ROWS))
     return Tuning(columns, depth, splits, num_warps=min(8, depth * columns // 512), num_stages=stages)
 
