@@ -202,23 +202,20 @@ def _attend_group(
     row_position = jnp.repeat(positions, G, axis=1)  # [B, Q * G]
 
     def load(entries: jax.Array, tile: jax.Array) -> jax.Array:
+        """Of the tile, [B, K, tile_len, ..]."""
         ids = lax.dynamic_slice_in_dim(tables, tile * tile_blocks, tile_blocks, axis=1)
-        # Whole blocks as rows, and not as part of what comes next: so they are copied, not gathered by element.
-        rows = entries.reshape(entries.shape[0], -1).at[ids].get(mode="promise_in_bounds")
-        return lax.optimization_barrier(rows).reshape(B, tile_blocks, *entries.shape[1:])
-
-    def scales(stored: jax.Array, tile: jax.Array) -> jax.Array:
-        scale = decode_scale(load(stored, tile))  # [B, tile_blocks, K, P]
-        return scale.transpose(0, 2, 1, 3).reshape(B, K, 1, tile_len)
+        ids = ids[:, None] * K + jnp.arange(K, dtype=jnp.int32)[:, None]  # [B, K, tile_blocks]
+        # A head's block is one row, and apart from what comes next: so it is copied whole, not by element.
+        rows = entries.reshape(entries.shape[0] * K, -1).at[ids].get(mode="promise_in_bounds")
+        return lax.optimization_barrier(rows).reshape(B, K, tile_len, *entries.shape[3:])
 
     def step(tile: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple:
         top, total, acc = carry
         key_position = tile * tile_len + jnp.arange(tile_len, dtype=jnp.int32)  # [tile_len]
         keys = decode_values(load(k_pool.data, tile), k_pool.format, dtype)
-        keys = keys.transpose(0, 2, 1, 3, 4).reshape(B, K, tile_len, D)
         scores = product("bkqd,bktd->bkqt", q, keys)
         if k_pool.scale is not None:
-            scores *= scales(k_pool.scale, tile)
+            scores *= decode_scale(load(k_pool.scale, tile))[:, :, None]
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         seen = key_position[None, None, :] <= row_position[:, :, None]  # [B, Q * G, tile_len]
@@ -230,11 +227,11 @@ def _attend_group(
         keep = jnp.exp(top - new_top)
         total = total * keep + jnp.sum(weights, axis=-1)
         values = decode_values(load(v_pool.data, tile), v_pool.format, dtype)
-        values = values.transpose(0, 2, 1, 3, 4).reshape(B, K, tile_len, D)
         written = key_position[None, :] <= last[:, None]  # [B, tile_len]
         values = jnp.where(written[:, None, :, None], values, jnp.zeros((), values.dtype))
         if v_pool.scale is not None:
-            weights *= jnp.where(written[:, None, None], scales(v_pool.scale, tile), 0)
+            scale = decode_scale(load(v_pool.scale, tile))[:, :, None]
+            weights *= jnp.where(written[:, None, None], scale, 0)
         update = product("bkqt,bktd->bkqd", weights.astype(dtype), values)
         return new_top, total, acc * keep[..., None] + update
 
