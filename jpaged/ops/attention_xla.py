@@ -206,7 +206,11 @@ def _attend_group(
         ids = lax.dynamic_slice_in_dim(tables, tile * tile_blocks, tile_blocks, axis=1)
         ids = ids[:, None] * K + jnp.arange(K, dtype=jnp.int32)[:, None]  # [B, K, tile_blocks]
         # A head's block is one row, and apart from what comes next: so it is copied whole, not by element.
-        rows = entries.reshape(entries.shape[0] * K, -1).at[ids].get(mode="promise_in_bounds")
+        rows = (
+            entries.reshape(entries.shape[0] * K, -1)
+            .at[ids]
+            .get(mode="promise_in_bounds", wrap_negative_indices=False)
+        )
         return lax.optimization_barrier(rows).reshape(B, K, tile_len, *entries.shape[3:])
 
     def step(tile: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple:
