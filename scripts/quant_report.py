@@ -5,7 +5,7 @@ python scripts/quant_report.py --model smollm2-135m-instruct --kv-cache-dtype in
 Both runs read keys and values from real pools. The text is cut into windows that are scored one by one:
 perplexity, the divergence of the next-token distributions (KL, nats a token) and how often both put the same
 token first. Then greedy continuations of its beginnings are compared, and the attention of each layer and KV
-head on equal inputs. The last line is a JSON object.
+head on equal inputs.
 """
 
 from __future__ import annotations
@@ -56,9 +56,11 @@ def main(argv: list[str] | None = None) -> int:
     if args.quantization == "int4" and args.model.startswith("smollm2"):
         report["note"] = "this checkpoint's weights were 4-bit in groups of 32 before"
     report |= compare(checkpoint.config, reference, quantized, ids, args.kv_cache_dtype, window=args.window)
+    if args.json:
+        print(json.dumps(report))
+        return 0
     for key, value in report.items():
         print(f"{key:26s} {value}")
-    print(json.dumps(report))
     return 0
 
 
@@ -217,6 +219,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--text", type=Path, default=TEXT, help="default: the bundled one")
     parser.add_argument("--max-tokens", type=int, help="of the text (default: all)")
     parser.add_argument("--window", type=int, default=1024, help="tokens that are scored together")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
