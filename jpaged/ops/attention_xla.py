@@ -204,7 +204,7 @@ def _attend_group(
     def load(entries: jax.Array, tile: jax.Array) -> jax.Array:
         """Of the tile, [B, K, tile_len, ..]."""
         ids = lax.dynamic_slice_in_dim(tables, tile * tile_blocks, tile_blocks, axis=1)
-        ids = ids[:, None] * K + jnp.arange(K, dtype=jnp.int32)[:, None]  # [B, K, tile_blocks]
+        ids = ids[:, None] * K + jnp.arange(K, dtype=jnp.int32)[None, :, None]  # [B, K, tile_blocks]
         # A head's block is one row, and apart from what comes next: so it is copied whole, not by element.
         rows = (
             entries.reshape(entries.shape[0] * K, -1)
