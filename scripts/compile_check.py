@@ -160,9 +160,12 @@ def compile_case(compiler: Compiler, case: Case | Matmul) -> list[dict[str, Any]
     if isinstance(case, Matmul):
         return compile_matmul(compiler, case)
     kv_heads, tokens, seqs, width, num_blocks = 2, 256, 32, 128, 8191
-    heads = case.group * kv_heads
     config = preset("llama3-8b").replace(
-        num_layers=1, layer_windows=(), num_heads=heads, num_kv_heads=kv_heads, head_dim=case.head_dim
+        num_layers=1,
+        layer_windows=(),
+        num_heads=case.group * kv_heads,
+        num_kv_heads=kv_heads,
+        head_dim=case.head_dim,
     )
     layout = kv_layout(config, case.pool)
     cache = jax.eval_shape(lambda: init_kv_cache(config, num_blocks, case.block_size, layout, "gpu"))
@@ -171,22 +174,22 @@ def compile_case(compiler: Compiler, case: Case | Matmul) -> list[dict[str, Any]
     decode = case.operation == "decode"
     masks = dict(window=case.window, soft_cap=case.soft_cap)
     lens, tables = compiler.array((seqs,), "int32"), compiler.array((seqs, width), "int32")
+    rows = seqs if decode else tokens
+    qkv = compiler.array((rows, kv_heads, case.group + 2, case.head_dim), "float32")
     if case.operation == "write":
-        new = compiler.array((tokens, kv_heads, case.head_dim), "float32")
         function = jax.jit(functools.partial(attention.write_kv, backend), donate_argnums=(0, 1))
-        arguments = [*pools, new, new, compiler.array((tokens,), "int32")]
+        arguments = [*pools, qkv, compiler.array((tokens,), "int32")]
     elif decode:
         function = jax.jit(functools.partial(attention.paged_decode, backend, **masks))
-        arguments = [compiler.array((seqs, heads, case.head_dim), "float32"), *pools, tables, lens]
+        arguments = [qkv, *pools, tables, lens]
     else:
 
-        def prefill(q, k_pool, v_pool, tables, query_start, lens):
+        def prefill(qkv, k_pool, v_pool, tables, query_start, lens):
             attend = attention.paged_prefill(backend, tables, query_start, lens, tokens)
-            return attend(q, k_pool, v_pool, **masks)
+            return attend(qkv, k_pool, v_pool, **masks)
 
         function = jax.jit(prefill)
-        arguments = [compiler.array((tokens, heads, case.head_dim), "float32"), *pools, tables]
-        arguments += [compiler.array((seqs + 1,), "int32"), lens]
+        arguments = [qkv, *pools, tables, compiler.array((seqs + 1,), "int32"), lens]
     program = compiler.compile(function, *arguments).as_text()
     row_bytes = [pool.data.shape[-1] * pool.data.dtype.itemsize for pool in pools]
     least = min(LEAST_LOAD_BYTES, *(size & -size for size in row_bytes))

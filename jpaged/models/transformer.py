@@ -117,8 +117,8 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype | str | No
     return jax.tree_util.tree_unflatten(tree, leaves)
 
 
-Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
-"""`attend(layer, q [T, H, D], k [T, K, D], v [T, K, D]) -> [T, H, D]`, float32 in and out."""
+Attend = Callable[[int, jax.Array], jax.Array]
+"""`attend(layer, qkv [T, K, G + 2, D]) -> [T, H, D]`, float32 in and out; see `ops.attention.split_qkv`."""
 
 
 def forward(
@@ -146,17 +146,17 @@ def forward(
     K, G, D = config.num_kv_heads, config.group_size, config.head_dim
     eps = config.rms_norm_eps
     product = functools.partial(linear, backend=backend)
+    is_value = (jnp.arange(G + 2) == G + 1)[None, None, :, None]
     inv_freq, scale = rope_frequencies(config.rope, D)
     cos, sin = rope_table(positions, inv_freq, scale)
     x = params.embed[token_ids].astype(jnp.float32)  # [T, E]
     for index, layer in enumerate(params.layers):
         qkv = product(rms_norm(x, layer.attn_norm, eps), layer.wqkv, layer.bqkv)
         qkv = qkv.reshape(-1, K, G + 2, D)
-        q = qkv[:, :, :G].reshape(-1, K * G, D)
-        k, v = qkv[:, :, G], qkv[:, :, G + 1]
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
-        out = attend(index, apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
+            weights = jnp.stack([layer.q_norm] * G + [layer.k_norm] * 2)
+            qkv = jnp.where(is_value, qkv, rms_norm(qkv, weights, eps))
+        out = attend(index, jnp.where(is_value, qkv, apply_rope(qkv, cos, sin)))
         y = product(out.reshape(-1, K * G * D), layer.wo, layer.bo)
         gate_up = product(rms_norm(x + y, layer.mlp_norm, eps), layer.w_gate_up, layer.b_gate_up)
         # Added in this order, x + y is of use to the norm alone, and computed with it on a GPU.

@@ -18,10 +18,13 @@ from jpaged.ops.quantized import QuantizedMatrix, quantized_product
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Root mean square normalization over the last axis, in float32. Zhang & Sennrich, 2019."""
+    """Root mean square normalization over the last axis, in float32. Zhang & Sennrich, 2019.
+
+    The weight has the last axis, or several of the last ones.
+    """
     x = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
-    return x * scale * jnp.expand_dims(weight.astype(jnp.float32), tuple(range(x.ndim - 1)))
+    return x * scale * jnp.expand_dims(weight.astype(jnp.float32), tuple(range(x.ndim - weight.ndim)))
 
 
 def linear(
@@ -123,7 +126,7 @@ def rope_table(positions: jax.Array, inv_freq: np.ndarray, scale: float) -> tupl
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates pairs (i, i + D / 2): x float32 [T, X, D], cos and sin [T, D / 2]."""
-    cos, sin = cos[:, None, :], sin[:, None, :]
+    """Rotates pairs (i, i + D / 2): x float32 [T, .., D], cos and sin [T, D / 2]."""
+    cos, sin = (jnp.expand_dims(table, tuple(range(1, x.ndim - 1))) for table in (cos, sin))
     x1, x2 = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
