@@ -50,6 +50,7 @@ from jpaged.ops import attention
 from jpaged.ops.attention import Backend
 from jpaged.ops.quantized import QuantizedMatrix
 from jpaged.ops.sampling import Variant
+from jpaged.pallas.add_norm import add_norm
 from jpaged.pallas.quantized_matmul import quantized_matmul
 from jpaged.presets import PRESETS, preset
 
@@ -108,13 +109,45 @@ class Matmul:
         return f"{self.operation} {self.shape}"
 
 
-def select_cases(quick: bool) -> list[Case | Matmul]:
-    """What is compiled: attention, writes and products with quantized matrices.
+@dataclasses.dataclass(frozen=True)
+class AddNorm:
+    """A sum of parts and the residual, and its norm."""
+
+    width: int
+    parts: int
+    dtype: str = "bfloat16"
+    has_bias: bool = False
+    operation: str = dataclasses.field(default="add", init=False)
+
+    @property
+    def shape(self) -> str:
+        return f"{self.width} x{self.parts} {self.dtype}" + " bias" * self.has_bias
+
+    @property
+    def name(self) -> str:
+        return f"{self.operation} {self.shape}"
+
+
+def select_cases(quick: bool) -> list[Case | Matmul | AddNorm]:
+    """What is compiled: attention, writes, products with quantized matrices, and sums with norms.
 
     Args:
       quick: the shapes of the presets alone, writes of every quantized format, a product of each kind.
     """
-    return [*attention_cases(quick), *matmul_cases(quick)]
+    return [*attention_cases(quick), *matmul_cases(quick), *add_norm_cases(quick)]
+
+
+def add_norm_cases(quick: bool) -> list[AddNorm]:
+    """Widths of the presets, from one part to the most that there are."""
+    if quick:
+        return [AddNorm(3584, 8)]
+    cases = [AddNorm(width, parts) for width in (576, 896, 1536, 3584, 4096, 8192) for parts in (1, 4, 8)]
+    return [
+        *cases,
+        AddNorm(3584, 10),
+        AddNorm(3584, 4, "float32"),
+        AddNorm(3584, 4, "float16", has_bias=True),
+    ]
 
 
 def matmul_cases(quick: bool) -> list[Matmul]:
@@ -155,10 +188,12 @@ def attention_cases(quick: bool) -> list[Case]:
 # -- compiling one thing, in a process of its own -------------------------------------------------
 
 
-def compile_case(compiler: Compiler, case: Case | Matmul) -> list[dict[str, Any]]:
+def compile_case(compiler: Compiler, case: Case | Matmul | AddNorm) -> list[dict[str, Any]]:
     """A record for each GPU kernel of the case."""
     if isinstance(case, Matmul):
         return compile_matmul(compiler, case)
+    if isinstance(case, AddNorm):
+        return compile_add_norm(compiler, case)
     kv_heads, tokens, seqs, width, num_blocks = 2, 256, 32, 128, 8191
     config = preset("llama3-8b").replace(
         num_layers=1,
@@ -212,13 +247,28 @@ def compile_matmul(compiler: Compiler, case: Matmul) -> list[dict[str, Any]]:
     )
 
 
+def compile_add_norm(compiler: Compiler, case: AddNorm) -> list[dict[str, Any]]:
+    """A record for the kernel."""
+    rows = 64
+    parts = compiler.array((case.parts, rows, case.width), "float32")
+    vector = compiler.array((case.width,), case.dtype)
+    program = compiler.compile(
+        jax.jit(functools.partial(add_norm, eps=1e-6)),
+        compiler.array((rows, case.width), "float32"),
+        parts,
+        vector if case.has_bias else None,
+        vector,
+    )
+    return kernel_records(compiler, case, program.as_text(), {parts.size}, LEAST_LOAD_BYTES)
+
+
 def kernel_records(
-    compiler: Compiler, case: Case | Matmul, program: str, sizes: set[int], least_load_bytes: int
+    compiler: Compiler, case: Case | Matmul | AddNorm, program: str, sizes: set[int], least_load_bytes: int
 ) -> list[dict[str, Any]]:
     """A record for each GPU kernel of a program; loads from operands of `sizes` entries are counted."""
     found = compiler.kernels(pool_operands(program, sizes))
     if not found or (case.operation != "write" and not any(record["loads"] for record in found.values())):
-        raise RuntimeError(f"of the kernels {list(found)} none is seen to read the pools or the matrix")
+        raise RuntimeError(f"of the kernels {list(found)} none is seen to read what it must")
     return [
         {"name": f"{name} {case.shape}", "least_load_bytes": least_load_bytes} | record
         for name, record in found.items()

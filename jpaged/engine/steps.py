@@ -60,7 +60,9 @@ def decode_step(
 
     tokens = state.last_token[batch.rows]
     positions = jnp.maximum(batch.context_lens - 1, 0)
-    hidden = transformer.forward(params, config, tokens, positions, attend, backend=backend)
+    hidden = transformer.forward(
+        params, config, tokens, positions, attend, backend=backend, split_products=True
+    )
     logits = transformer.logits(params, hidden)
     tokens, logprobs, state = sample(logits, batch.rows, state, batch.sampling, variant)
     return pools.cache(), state, StepOutput(tokens=tokens, logprobs=logprobs, prompt_logprobs=None)

@@ -119,9 +119,7 @@ def _kernel(*refs, fixed: Attention, tuning: Tuning, kv_heads: int):
         row = first_row + jnp.arange(tuning.tile_rows, dtype=jnp.int32)  # [R]
         real = row < queries * group
         token = jnp.where(real, row, 0) // group
-        q = load_queries(
-            fixed, qkv_ref, ((start + token) * kv_heads + head) * fixed.head_rows + row % group
-        )
+        q = load_queries(fixed, qkv_ref, ((start + token) * kv_heads + head) * fixed.head_rows + row % group)
         position = jnp.where(real, begin + token, -1)
 
         def tile(index, state, *, masked: bool):
