@@ -61,7 +61,7 @@ def decode_step(
     tokens = state.last_token[batch.rows]
     positions = jnp.maximum(batch.context_lens - 1, 0)
     hidden = transformer.forward(
-        params, config, tokens, positions, attend, backend=backend, split_products=True
+        params, config, tokens, positions, attend, backend=backend, split_products=backend.uses_kernels
     )
     logits = transformer.logits(params, hidden)
     tokens, logprobs, state = sample(logits, batch.rows, state, batch.sampling, variant)

@@ -149,7 +149,8 @@ def forward(
       token_ids, positions: int32 [T].
       attend: called once per layer, in order, with rotated queries and keys.
       backend: of products with quantized matrices, and of sums; kernels are not differentiable.
-      split_products: see `add_product`; for few tokens.
+      split_products: for few tokens, with kernels: see `add_product`. What a layer writes most of, the
+        outputs of `w_gate_up`, is then rounded to the weights' dtype, in half the bytes.
 
     Returns:
       Final hidden states [T, E], normalized, in float32 or as `add_product` rounds them; `logits` turns
@@ -174,6 +175,8 @@ def forward(
         out = attend(index, jnp.where(is_value, qkv, apply_rope(qkv, cos, sin)))
         x, h = add(x, out.reshape(-1, K * G * D), layer.wo, layer.bo, layer.mlp_norm)
         gate_up = product(h, layer.w_gate_up, layer.b_gate_up)
+        if split_products:
+            gate_up = gate_up.astype(layer.mlp_norm.dtype)
         x, h = add(x, silu_gate(gate_up), layer.w_down, layer.b_down, norms[index + 1])
     return h
 

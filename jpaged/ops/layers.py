@@ -25,7 +25,7 @@ MAX_PARTS = 8
 """Of a split product. XLA would cut fewer and longer ones again, and add up its own in one more launch."""
 
 PART_ROWS = 768
-"""Rows of the matrix in a part of a split product, at least: parts are written and read as float32."""
+"""Rows of the matrix in a part of a split product, at least: every part is written and read."""
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -74,7 +74,9 @@ def add_product(
 
     Args:
       split: cuts the product over the rows of w into parts that a GPU computes side by side, which few
-        tokens need to fill it. How depends on w's shape alone. A backend without kernels does not.
+        tokens need to fill it. How depends on w's shape alone. The parts' sums are float32; they are
+        rounded to the weights' dtype, to be written and read in half the bytes, and added in float32.
+        A backend without kernels does not split.
 
     Returns:
       float32 [T, X] each; kernels round the norm to the dtype of its weight, that of the operands of the
@@ -85,21 +87,20 @@ def add_product(
         return x, rms_norm(x, norm, eps)
     if isinstance(w, QuantizedMatrix):
         parts = quantized_parts(h, w, backend)
+    elif split:
+        parts = _product_parts(h, w, _num_parts(w.shape[0])).astype(norm.dtype)
     else:
-        parts = _product_parts(h, w, _num_parts(w.shape[0]) if split else 1)
+        parts = linear(h, w)[None]
     return pallas_add_norm.add_norm(x, parts, b, norm, eps, interpret=backend.interpret)
 
 
 def _num_parts(rows: int) -> int:
-    return max(
-        n for n in range(1, MAX_PARTS + 1) if n == 1 or (rows % (64 * n) == 0 and rows >= PART_ROWS * n)
-    )
+    most = min(MAX_PARTS, rows // PART_ROWS)
+    return max((n for n in range(1, most + 1) if rows % (64 * n) == 0), default=1)
 
 
 def _product_parts(x: jax.Array, w: jax.Array, num: int) -> jax.Array:
     """What adds up to `x @ w`, float32 [num, T, X]."""
-    if num == 1:
-        return _product(x, w, (((1,), (0,)), ((), ())))[None]
     x, w = x.reshape(x.shape[0], num, -1), w.reshape(num, -1, w.shape[1])
     return _product(x, w, (((2,), (1,)), ((1,), (0,))))
 
@@ -123,7 +124,7 @@ def _product(x: jax.Array, w: jax.Array, dimensions: Any) -> jax.Array:
 
 def silu_gate(gate_up: jax.Array) -> jax.Array:
     """`silu(gate) * up`: [T, 2 * F], the gate first -> [T, F]."""
-    gate, up = jnp.split(gate_up, 2, axis=-1)
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     return jax.nn.silu(gate) * up
 
 

@@ -50,11 +50,11 @@ def add_norm(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`parts[0] + parts[1] + .. + bias + x`, added in that order, and its RMS norm.
+    """`parts[0] + parts[1] + .. + bias + x`, added in that order in float32, and its RMS norm.
 
     Args:
       x: float32 [T, E].
-      parts: float32 [P, T, E].
+      parts: [P, T, E].
       bias: [E], or `None`.
       weight: of the norm, [E].
 

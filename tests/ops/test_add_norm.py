@@ -29,7 +29,7 @@ def problem(num_parts: int, rows: int, width: int, *, bias: bool = False, dtype=
 
 
 def reference(x, parts, bias, weight) -> tuple[np.ndarray, np.ndarray]:
-    total = x.astype(np.float64) + parts.astype(np.float64).sum(axis=0)
+    total = x.astype(np.float64) + np.asarray(parts).astype(np.float64).sum(axis=0)
     if bias is not None:
         total += np.asarray(bias).astype(np.float64)
     norm = total / np.sqrt((total**2).mean(axis=-1, keepdims=True) + EPS)
@@ -47,7 +47,8 @@ def test_parts_bias_and_residual_are_added_and_normalized(num_parts, bias, width
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_norm_has_the_dtype_of_its_weight_and_the_sum_is_float32(dtype):
-    arguments = problem(2, 3, 96, bias=True, dtype=dtype)
+    x, parts, *vectors = problem(2, 3, 96, bias=True, dtype=dtype)
+    arguments = [x, jnp.asarray(parts, dtype), *vectors]
     total, norm = interpreted(*arguments)
     assert total.dtype == jnp.float32 and norm.dtype == dtype
     expected, expected_norm = reference(*arguments)
