@@ -11,6 +11,7 @@ a pool adds what it asks for.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpaged.kv_cache import Pool
 from jpaged.ops import attention
 from jpaged.ops.attention import Backend
 from jpaged.pallas import common
@@ -93,7 +95,7 @@ def counted_bytes(context: int, width: int, window: int | None) -> int:
     try:
         lens = np.array([context], np.int32)
         options = dict(dtype="float32", window=window, capability=0, interpret=True)
-        jax.block_until_ready(paged_decode(jnp.ones((1, 4, 64)), pool, pool, tables, lens, **options))
+        jax.block_until_ready(paged_decode(jnp.ones((1, 1, 6, 64)), pool, pool, tables, lens, **options))
         jax.effects_barrier()
     finally:
         common._load = load
@@ -174,16 +176,19 @@ def decode_problem(num_seqs, context, heads, kv_heads, head_dim, *, dtype: str, 
     """Bytes of K and V, and a call per implementation: one token per sequence."""
     k_pool, v_pool, tables = pools_and_tables(num_seqs, context, kv_heads, head_dim, dtype)
     lens = jnp.full(num_seqs, context, jnp.int32)
-    q = jax.random.normal(jax.random.key(1), (num_seqs, heads, head_dim), jnp.float32)
+    shape = (num_seqs, kv_heads, heads // kv_heads + 2, head_dim)
+    qkv = jax.random.normal(jax.random.key(1), shape, jnp.float32)
 
     def ours(backend: Backend) -> Callable[[], jax.Array]:
-        run = jax.jit(lambda *arguments: attention.paged_decode(backend, *arguments, dtype=dtype))
-        return lambda: run(q, k_pool, v_pool, tables, lens)
+        run = jax.jit(functools.partial(attention.paged_decode, backend))
+        pools = (Pool(x, None, dtype, dtype) for x in (k_pool, v_pool))
+        return functools.partial(run, qkv, *pools, tables, lens)
 
     calls = {backend.name: ours(backend) for backend in backends()}
     if on_gpu:
-        calls["jax paged_attention"] = jax_paged_attention(q.astype(dtype), k_pool, v_pool, tables, lens)
-        calls["cudnn paged"] = cudnn_paged_attention(q.astype(dtype), k_pool, v_pool, tables, lens)
+        q = attention.split_qkv(qkv)[0].astype(dtype)
+        calls["jax paged_attention"] = jax_paged_attention(q, k_pool, v_pool, tables, lens)
+        calls["cudnn paged"] = cudnn_paged_attention(q, k_pool, v_pool, tables, lens)
     return 2 * num_seqs * context * kv_heads * head_dim * jnp.dtype(dtype).itemsize, calls
 
 
@@ -191,16 +196,16 @@ def prefill_problem(num_seqs, context, heads, kv_heads, head_dim, *, dtype: str,
     """The last 2,048 tokens (or all there are) of one context; bytes are those of K and V, once."""
     k_pool, v_pool, tables = pools_and_tables(1, context, kv_heads, head_dim, dtype)
     num_tokens = min(2048, context)
-    q = jax.random.normal(jax.random.key(1), (num_tokens, heads, head_dim), jnp.float32)
+    shape = (num_tokens, kv_heads, heads // kv_heads + 2, head_dim)
+    qkv = jax.random.normal(jax.random.key(1), shape, jnp.float32)
+    pools = [Pool(x, None, dtype, dtype) for x in (k_pool, v_pool)]
     start, lens = jnp.array([0, num_tokens], jnp.int32), jnp.array([context], jnp.int32)
 
     def ours(backend: Backend) -> Callable[[], jax.Array]:
-        def run(q, k_pool, v_pool, tables, start, lens):
-            attend = attention.paged_prefill(backend, tables, start, lens, num_tokens)
-            return attend(q, k_pool, v_pool, dtype=dtype)
+        def run(qkv, k_pool, v_pool, tables, start, lens):
+            return attention.paged_prefill(backend, tables, start, lens, num_tokens)(qkv, k_pool, v_pool)
 
-        compiled = jax.jit(run)
-        return lambda: compiled(q, k_pool, v_pool, tables, start, lens)
+        return functools.partial(jax.jit(run), qkv, *pools, tables, start, lens)
 
     needed = 2 * context * kv_heads * head_dim * jnp.dtype(dtype).itemsize
     return needed, {backend.name: ours(backend) for backend in backends()}

@@ -16,6 +16,7 @@ import math
 import os
 import re
 import subprocess
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +300,21 @@ class Parameter:
 
 
 @dataclasses.dataclass(frozen=True)
+class Launch:
+    """A launch of a program.
+
+    Attributes:
+      name: of the Pallas kernel, or of the instruction.
+      arguments: labels of the program's arguments that it reads or updates.
+      bytes: that it reads and writes, as often as it is known to run.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class _Instruction:
     name: str
     type: str
@@ -317,7 +333,7 @@ class _Instruction:
 
 
 class Program:
-    """An optimized HLO program, to be asked what it copies."""
+    """An optimized HLO program, to be asked what it launches, moves and copies."""
 
     def __init__(self, text: str):
         self._computations: dict[str, list[_Instruction]] = {}
@@ -357,6 +373,94 @@ class Program:
             if instruction.opcode not in _RENAMING and not instruction.opcode.endswith("-start")
             for dtype, dims in _ARRAY.findall(instruction.type)
         ]
+
+    def launches(self, kernels: Mapping[str, Callable[[list[int], list[int]], int]]) -> list[Launch]:
+        """Every launch in order, the bodies of loops and all branches once, and what it moves.
+
+        That is what it reads of its operands and what it writes, in bytes: of a table, the rows that are
+        gathered; of an array that is updated in place, the updates.
+
+        Args:
+          kernels: bytes of those Pallas kernels that move less than all operands and results, by name:
+            from the bytes of each operand and of each result.
+        """
+        found: list[Launch] = []
+        self._launches(self._entry, 1, kernels, found)
+        return found
+
+    def _launches(
+        self, computation: str, times: int, kernels: Mapping[str, Any], found: list[Launch]
+    ) -> None:
+        body = {instruction.name: instruction for instruction in self._computations[computation]}
+
+        def label(name: str) -> str | None:
+            """Of the program's argument that a value is."""
+            source = body[name]
+            while source.opcode in ("bitcast", "get-tuple-element") or source.opcode.endswith("-done"):
+                source = body[source.operands[0]]
+            if source.opcode != "parameter" or computation != self._entry:
+                return None
+            match = re.search(r'op_name="([^"]*)"', source.attributes)
+            return match[1] if match else None
+
+        for instruction in body.values():
+            opcode = instruction.opcode
+            if opcode in ("while", "call", "conditional"):
+                trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes)
+                attributes = ("condition", "body", "to_apply", "branch_computations")
+                for name in instruction.called(*attributes, "true_computation", "false_computation"):
+                    self._launches(name, times * int(trips[1]) if trips else times, kernels, found)
+            elif opcode not in _RENAMING | {"constant"} and not opcode.endswith("-done"):
+                name = instruction.name
+                kernel = re.search(r'[{ ]name = "([^"]+)"', instruction.attributes)
+                if opcode == "custom-call" and kernel:
+                    name = re.sub(r"__\d+$", "", kernel[1])
+                if opcode == "custom-call" and name in kernels:
+                    operands = [size for x in instruction.operands for _, size in _arrays(body[x].type)]
+                    moved = kernels[name](operands, [size for _, size in _arrays(instruction.type)])
+                else:
+                    moved = self._written_by(instruction, body) + sum(
+                        self._read_of(instruction, position, sum(size for _, size in _arrays(body[x].type)))
+                        for position, x in enumerate(instruction.operands)
+                    )
+                labels = filter(None, map(label, instruction.operands))
+                found.append(Launch(name, tuple(labels), moved * times))
+
+    def _read_of(self, instruction: _Instruction, position: int, size: int) -> int:
+        """Bytes that an instruction reads of an operand of `size` bytes."""
+        opcode = instruction.opcode
+        if position == 0 and opcode in ("gather", "dynamic-slice", "slice"):
+            return sum(own for _, own in _arrays(instruction.type))
+        if position == 0 and opcode in ("scatter", "dynamic-update-slice"):
+            return 0
+        called = instruction.called("calls")
+        if not called:
+            return size
+        body = self._computations[called[0]]
+        [name] = [x.name for x in body if x.opcode == "parameter" and x.arguments == f"({position})"]
+        names, read = {name}, 0
+        for user in body:
+            for place, operand in enumerate(user.operands):
+                if operand in names and user.opcode == "bitcast" and user is not body[-1]:
+                    names.add(user.name)
+                elif operand in names:
+                    read += self._read_of(user, place, size)
+        return min(read, size)
+
+    def _written_by(self, instruction: _Instruction, body: Mapping[str, _Instruction]) -> int:
+        """Bytes that an instruction of a computation writes."""
+        called = instruction.called("calls")
+        if called and not instruction.opcode.endswith("-start"):
+            inner = {x.name: x for x in self._computations[called[0]]}
+            return self._written_by(self._computations[called[0]][-1], inner)
+        if instruction.opcode == "tuple":
+            return sum(self._written_by(body[name], body) for name in instruction.operands)
+        if instruction.opcode == "bitcast":
+            return self._written_by(body[instruction.operands[0]], body)
+        if instruction.opcode in ("scatter", "dynamic-update-slice"):
+            update = body[instruction.operands[2 if instruction.opcode == "scatter" else 1]]
+            return sum(size for _, size in _arrays(update.type))
+        return sum(size for _, size in _results(instruction))
 
     def copies(self, prefixes: tuple[str, ...], but: tuple[str, ...] = ()) -> list[tuple[str, int]]:
         """(what, bytes written) of every copy of half or more of a matrix or pool.
@@ -432,12 +536,7 @@ class Program:
             return None
         if inner & {"scatter", "dynamic-update-slice"}:
             return read[0]
-        written = _arrays(instruction.type)
-        if opcode == "copy-start":
-            written = written[:1]  # of target, source, context
-        elif opcode.endswith("-start"):
-            operand_count = len(_arrays(_enclosed(instruction.type, 1)))
-            written = [x for x in written[operand_count:] if x[0] > 1]  # not the context, a scalar
+        written = _results(instruction)
         entries, size = sum(e for e, _ in written) * times, sum(s for _, s in written) * times
         found += [(f"{p.label} in {instruction.name}", size) for p in read if 2 * entries >= p.entries]
         return None
@@ -466,6 +565,17 @@ def _enclosed(text: str, start: int) -> str:
         if depth == 0:
             return text[start : bracket.end()]
     raise ValueError(f"unbalanced: {text[start : start + 100]}")
+
+
+def _results(instruction: _Instruction) -> list[tuple[int, int]]:
+    """(entries, bytes) of each array that an instruction computes, or begins to."""
+    arrays = _arrays(instruction.type)
+    if instruction.opcode == "copy-start":
+        return arrays[:1]  # of target, source, context
+    if instruction.opcode.endswith("-start"):
+        operand_count = len(_arrays(_enclosed(instruction.type, 1)))
+        return [x for x in arrays[operand_count:] if x[0] > 1]  # not the context, a scalar
+    return arrays
 
 
 def _arrays(kind: str) -> list[tuple[int, int]]:

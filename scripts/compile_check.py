@@ -21,6 +21,7 @@ import re
 import sys
 import tempfile
 import types
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,7 +33,7 @@ from jpaged.batch import init_row_state
 from jpaged.config import DTYPES, LARGEST, QUANTIZATIONS, EngineConfig, ModelConfig
 from jpaged.engine import steps
 from jpaged.engine.packing import Buckets, Packer
-from jpaged.engine.sizing import device_pool_bytes, resolve_sizes
+from jpaged.engine.sizing import Sizes, device_pool_bytes, resolve_sizes
 from jpaged.gpu_compile import (
     ENVIRONMENT,
     TARGETS,
@@ -44,12 +45,15 @@ from jpaged.gpu_compile import (
     dump_flags,
     pool_operands,
 )
-from jpaged.kv_cache import KVLayout, bytes_per_block, init_kv_cache
+from jpaged.kv_cache import KVLayout, bytes_per_block, bytes_per_token, init_kv_cache
 from jpaged.models.transformer import Params, abstract_params
 from jpaged.ops import attention
 from jpaged.ops.attention import Backend
 from jpaged.ops.quantized import QuantizedMatrix
 from jpaged.ops.sampling import Variant
+from jpaged.pallas.add_norm import add_norm
+from jpaged.pallas.common import Attention, cap_splits
+from jpaged.pallas.decode import default_tuning
 from jpaged.pallas.quantized_matmul import quantized_matmul
 from jpaged.presets import PRESETS, preset
 
@@ -58,6 +62,8 @@ LEAST_LOAD_BYTES = 16  # or what a token's bytes are a multiple of: 8 for int4 v
 KV_DTYPES = ("bfloat16", "float32", "float16", *LARGEST)
 WEIGHTS = ("bf16", *QUANTIZATIONS)
 STEPS = ("decode_step", "prefill_step")
+TRAFFIC = "decode_traffic"
+TRAFFIC_SEQS, TRAFFIC_CONTEXT = 64, 2048
 # Each process is forked from one that has imported what takes long and done nothing.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["jpaged.engine.steps", "jpaged.gpu_compile"])
@@ -108,13 +114,45 @@ class Matmul:
         return f"{self.operation} {self.shape}"
 
 
-def select_cases(quick: bool) -> list[Case | Matmul]:
-    """What is compiled: attention, writes and products with quantized matrices.
+@dataclasses.dataclass(frozen=True)
+class AddNorm:
+    """A sum of parts and the residual, and its norm."""
+
+    width: int
+    parts: int
+    dtype: str = "bfloat16"
+    has_bias: bool = False
+    operation: str = dataclasses.field(default="add", init=False)
+
+    @property
+    def shape(self) -> str:
+        return f"{self.width} x{self.parts} {self.dtype}" + " bias" * self.has_bias
+
+    @property
+    def name(self) -> str:
+        return f"{self.operation} {self.shape}"
+
+
+def select_cases(quick: bool) -> list[Case | Matmul | AddNorm]:
+    """What is compiled: attention, writes, products with quantized matrices, and sums with norms.
 
     Args:
       quick: the shapes of the presets alone, writes of every quantized format, a product of each kind.
     """
-    return [*attention_cases(quick), *matmul_cases(quick)]
+    return [*attention_cases(quick), *matmul_cases(quick), *add_norm_cases(quick)]
+
+
+def add_norm_cases(quick: bool) -> list[AddNorm]:
+    """Widths of the presets, from one part to the most that there are."""
+    if quick:
+        return [AddNorm(3584, 8)]
+    cases = [AddNorm(width, parts) for width in (576, 896, 1536, 3584, 4096, 8192) for parts in (1, 4, 8)]
+    return [
+        *cases,
+        AddNorm(3584, 10),
+        AddNorm(3584, 4, "float32"),
+        AddNorm(3584, 4, "float16", has_bias=True),
+    ]
 
 
 def matmul_cases(quick: bool) -> list[Matmul]:
@@ -155,14 +193,19 @@ def attention_cases(quick: bool) -> list[Case]:
 # -- compiling one thing, in a process of its own -------------------------------------------------
 
 
-def compile_case(compiler: Compiler, case: Case | Matmul) -> list[dict[str, Any]]:
+def compile_case(compiler: Compiler, case: Case | Matmul | AddNorm) -> list[dict[str, Any]]:
     """A record for each GPU kernel of the case."""
     if isinstance(case, Matmul):
         return compile_matmul(compiler, case)
+    if isinstance(case, AddNorm):
+        return compile_add_norm(compiler, case)
     kv_heads, tokens, seqs, width, num_blocks = 2, 256, 32, 128, 8191
-    heads = case.group * kv_heads
     config = preset("llama3-8b").replace(
-        num_layers=1, layer_windows=(), num_heads=heads, num_kv_heads=kv_heads, head_dim=case.head_dim
+        num_layers=1,
+        layer_windows=(),
+        num_heads=case.group * kv_heads,
+        num_kv_heads=kv_heads,
+        head_dim=case.head_dim,
     )
     layout = kv_layout(config, case.pool)
     cache = jax.eval_shape(lambda: init_kv_cache(config, num_blocks, case.block_size, layout, "gpu"))
@@ -171,22 +214,22 @@ def compile_case(compiler: Compiler, case: Case | Matmul) -> list[dict[str, Any]
     decode = case.operation == "decode"
     masks = dict(window=case.window, soft_cap=case.soft_cap)
     lens, tables = compiler.array((seqs,), "int32"), compiler.array((seqs, width), "int32")
+    rows = seqs if decode else tokens
+    qkv = compiler.array((rows, kv_heads, case.group + 2, case.head_dim), "float32")
     if case.operation == "write":
-        new = compiler.array((tokens, kv_heads, case.head_dim), "float32")
         function = jax.jit(functools.partial(attention.write_kv, backend), donate_argnums=(0, 1))
-        arguments = [*pools, new, new, compiler.array((tokens,), "int32")]
+        arguments = [*pools, qkv, compiler.array((tokens,), "int32")]
     elif decode:
         function = jax.jit(functools.partial(attention.paged_decode, backend, **masks))
-        arguments = [compiler.array((seqs, heads, case.head_dim), "float32"), *pools, tables, lens]
+        arguments = [qkv, *pools, tables, lens]
     else:
 
-        def prefill(q, k_pool, v_pool, tables, query_start, lens):
+        def prefill(qkv, k_pool, v_pool, tables, query_start, lens):
             attend = attention.paged_prefill(backend, tables, query_start, lens, tokens)
-            return attend(q, k_pool, v_pool, **masks)
+            return attend(qkv, k_pool, v_pool, **masks)
 
         function = jax.jit(prefill)
-        arguments = [compiler.array((tokens, heads, case.head_dim), "float32"), *pools, tables]
-        arguments += [compiler.array((seqs + 1,), "int32"), lens]
+        arguments = [qkv, *pools, tables, compiler.array((seqs + 1,), "int32"), lens]
     program = compiler.compile(function, *arguments).as_text()
     row_bytes = [pool.data.shape[-1] * pool.data.dtype.itemsize for pool in pools]
     least = min(LEAST_LOAD_BYTES, *(size & -size for size in row_bytes))
@@ -209,13 +252,28 @@ def compile_matmul(compiler: Compiler, case: Matmul) -> list[dict[str, Any]]:
     )
 
 
+def compile_add_norm(compiler: Compiler, case: AddNorm) -> list[dict[str, Any]]:
+    """A record for the kernel."""
+    rows = 64
+    parts = compiler.array((case.parts, rows, case.width), case.dtype)
+    vector = compiler.array((case.width,), case.dtype)
+    program = compiler.compile(
+        jax.jit(functools.partial(add_norm, eps=1e-6)),
+        compiler.array((rows, case.width), "float32"),
+        parts,
+        vector if case.has_bias else None,
+        vector,
+    )
+    return kernel_records(compiler, case, program.as_text(), {parts.size}, LEAST_LOAD_BYTES)
+
+
 def kernel_records(
-    compiler: Compiler, case: Case | Matmul, program: str, sizes: set[int], least_load_bytes: int
+    compiler: Compiler, case: Case | Matmul | AddNorm, program: str, sizes: set[int], least_load_bytes: int
 ) -> list[dict[str, Any]]:
     """A record for each GPU kernel of a program; loads from operands of `sizes` entries are counted."""
     found = compiler.kernels(pool_operands(program, sizes))
     if not found or (case.operation != "write" and not any(record["loads"] for record in found.values())):
-        raise RuntimeError(f"of the kernels {list(found)} none is seen to read the pools or the matrix")
+        raise RuntimeError(f"of the kernels {list(found)} none is seen to read what it must")
     return [
         {"name": f"{name} {case.shape}", "least_load_bytes": least_load_bytes} | record
         for name, record in found.items()
@@ -254,13 +312,28 @@ def whole_matrices(
     return tuple(matrices), found
 
 
-def compile_step(compiler: Compiler, name: str, args: argparse.Namespace) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A compiled step."""
+
+    compiled: Any
+    config: ModelConfig
+    layout: KVLayout
+    params: Params
+    sizes: Sizes
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.params))
+
+
+def compiled_step(compiler: Compiler, name: str, args: argparse.Namespace, max_num_seqs: int | None) -> Step:
     """Compiles the largest bucket of a step, sized as an engine would be on this GPU.
 
     `decode_step` is the greedy variant; `prefill_step` the full one, whose temporaries an engine
     subtracts from its memory.
     """
-    config, engine = preset(args.model_config), EngineConfig(max_num_seqs=args.max_num_seqs)
+    config, engine = preset(args.model_config), EngineConfig(max_num_seqs=max_num_seqs)
     layout = kv_layout(config, args.kv_dtype)
     params = abstract_params(config, layout.dtype, None if args.weights == "bf16" else args.weights)
     weight_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
@@ -288,6 +361,15 @@ def compile_step(compiler: Compiler, name: str, args: argparse.Namespace) -> dic
     else:
         options |= dict(variant=Variant.FULL, deterministic=False)
         compiled = compiler.compile(steps.prefill_step, *arguments, **options)
+    return Step(compiled, config, layout, params, sizes)
+
+
+def compile_step(compiler: Compiler, name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """What a step needs, launches and copies."""
+    step = compiled_step(compiler, name, args, args.max_num_seqs)
+    compiled, sizes = step.compiled, step.sizes
+    num_blocks = sizes.num_kv_blocks + 1
+    block_bytes = bytes_per_block(step.config, sizes.block_size, step.layout)
     memory, program = compiled.memory_analysis(), Program(compiled.as_text())
     others = sum(p.bytes for p in program.parameters() if not p.label.startswith("cache."))
     pools, expected = memory.argument_size_in_bytes - others, num_blocks * block_bytes
@@ -297,16 +379,88 @@ def compile_step(compiler: Compiler, name: str, args: argparse.Namespace) -> dic
         raise RuntimeError(
             f"only {memory.alias_size_in_bytes} bytes of the pools' {pools} are updated in place"
         )
-    num_tokens = sizes.max_num_seqs if decode else sizes.max_num_batched_tokens
-    quantized, whole = whole_matrices(program, params, num_tokens)
+    num_tokens = sizes.max_num_seqs if name == "decode_step" else sizes.max_num_batched_tokens
+    quantized, whole = whole_matrices(program, step.params, num_tokens)
     return {
         "argument_bytes": memory.argument_size_in_bytes,
         "alias_bytes": memory.alias_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
         "launches": count_launches(compiler.thunks),
         "copies": program.copies(("params.", "cache."), but=quantized) + whole,
-        "weight_bytes": weight_bytes,
+        "weight_bytes": step.weight_bytes,
     }
+
+
+def measure_traffic(compiler: Compiler, args: argparse.Namespace) -> dict[str, Any]:
+    """What a decode step of `TRAFFIC_SEQS` sequences with contexts of `TRAFFIC_CONTEXT` tokens moves.
+
+    Returns:
+      `layer`: (name, bytes) of each launch of a layer in the middle, from its first product on;
+      `traffic_bytes`: see `Program.launches`; `floor_bytes`: every weight, the contexts' keys and values,
+      and the logits, once.
+    """
+    step = compiled_step(compiler, "decode_step", args, TRAFFIC_SEQS)
+    config = step.config
+    launches = Program(step.compiled.as_text()).launches(kernel_bytes(step, compiler.target))
+
+    def first_of(layer: int) -> int:
+        prefix = f"params.layers[{layer}].wqkv"
+        reads = (any(label.startswith(prefix) for label in launch.arguments) for launch in launches)
+        return next((i for i, found in enumerate(reads) if found), len(launches))
+
+    middle = config.num_layers // 2 - 1
+    layer = launches[first_of(middle) : first_of(middle + 1)]
+    embedding = step.params.embed.size * step.params.embed.dtype.itemsize
+    floor = step.weight_bytes - (0 if config.tie_word_embeddings else embedding)
+    floor += TRAFFIC_SEQS * TRAFFIC_CONTEXT * bytes_per_token(config, step.layout)
+    floor += TRAFFIC_SEQS * config.vocab_size * 4
+    return {
+        "layer": [(launch.name, launch.bytes) for launch in layer],
+        "traffic_bytes": sum(launch.bytes for launch in launches),
+        "floor_bytes": floor,
+    }
+
+
+def kernel_bytes(step: Step, target: Target) -> dict[str, Callable[[list[int], list[int]], int]]:
+    """What kernels move that need not all of their operands: see `Program.launches`.
+
+    Decode reads the queries, the context in the pools and the table, and writes and merges the ranges
+    that a context is cut into. No preset has a window below `TRAFFIC_CONTEXT`.
+    """
+    config, layout, sizes = step.config, step.layout, step.sizes
+    blocks = -(-TRAFFIC_CONTEXT // sizes.block_size)
+    fixed = Attention(
+        group=config.group_size,
+        head_dim=config.head_dim,
+        block_size=sizes.block_size,
+        dtype=layout.dtype,
+        quantized=layout.k[0] in LARGEST,
+        packed_values=layout.v[0] == "int4",
+        capability=target.capability,
+        window=None,
+        soft_cap=None,
+    )
+    tuning = cap_splits(default_tuning(fixed), sizes.table_width)
+    tiles = -(-blocks // (tuning.tile_blocks * tuning.max_splits))
+    ranges = -(-blocks // max(tiles * tuning.tile_blocks, tuning.split_blocks))
+    slots = (sizes.num_kv_blocks + 1) * sizes.block_size
+
+    def decode(operands: list[int], results: list[int]) -> int:
+        qkv, *pools, table, lengths = operands
+        read = qkv * fixed.group // fixed.head_rows + table * blocks // sizes.table_width + lengths
+        read += sum(pools) * TRAFFIC_SEQS * TRAFFIC_CONTEXT // slots
+        return read + sum(results) * ranges // tuning.max_splits
+
+    def merge(operands: list[int], results: list[int]) -> int:
+        lengths, *partials = operands
+        return lengths + sum(partials) * ranges // tuning.max_splits + sum(results)
+
+    def write(operands: list[int], results: list[int]) -> int:
+        qkv, new_slots, *_ = operands
+        return qkv * 2 // fixed.head_rows + new_slots + sum(results) * TRAFFIC_SEQS // slots
+
+    kernels = {"paged_decode": decode, "paged_decode_merge": merge}
+    return kernels | {"write_kv": write, "write_quantized_kv": write}
 
 
 def pool_bytes(target: Target, weight_bytes: int, temporary_bytes: int) -> int:
@@ -348,8 +502,11 @@ def work(name: str, dump: Path, args: argparse.Namespace, sender: Connection) ->
         os.dup2(file.fileno(), sys.stderr.fileno())
     try:
         compiler = Compiler(TARGETS[args.target], dump)
+        found: Any
         if name in STEPS:
-            found: Any = compile_step(compiler, name, args)
+            found = compile_step(compiler, name, args)
+        elif name == TRAFFIC:
+            found = measure_traffic(compiler, args)
         else:
             found = compile_case(compiler, next(case for case in select_cases(False) if case.name == name))
         sender.send((found, None))
@@ -390,6 +547,12 @@ def step_record(step: dict[str, Any]) -> dict[str, int]:
     return {name: step[name] for name in names} | {"copied_bytes": sum(size for _, size in step["copies"])}
 
 
+def traffic_record(traffic: dict[str, Any]) -> dict[str, int]:
+    """As it is reported."""
+    numbers = {name: traffic[name] for name in ("traffic_bytes", "floor_bytes")}
+    return {"launches_per_layer": len(traffic["layer"])} | numbers
+
+
 def kv_tokens_fit(args: argparse.Namespace, found_steps: dict[str, dict[str, Any]]) -> int:
     """Tokens of the largest pool that fits beside the weights and the largest temporaries."""
     weight_bytes = found_steps[STEPS[0]]["weight_bytes"]
@@ -399,7 +562,7 @@ def kv_tokens_fit(args: argparse.Namespace, found_steps: dict[str, dict[str, Any
     return left // bytes_per_block(config, size, kv_layout(config, args.kv_dtype)) * size
 
 
-def print_report(report: dict[str, Any]) -> None:
+def print_report(report: dict[str, Any], traffic: dict[str, Any] | None) -> None:
     print(f"{report['target']}, jax {report['jax']}\n")
     row = "{:44} {:>9} {:>7} {:>7} {:>9}  {}"
     print(row.format("kernel", "registers", "spilled", "shared", "loads", "tensor cores"))
@@ -409,7 +572,14 @@ def print_report(report: dict[str, Any]) -> None:
     row = "{:14} {:>14} {:>14} {:>12} {:>9} {:>12}"
     print("\n" + row.format("step", "arguments", "aliased", "temporaries", "launches", "copied"))
     for name, step in report["steps"].items():
-        print(row.format(name, *step.values()))
+        print(row.format(name, *list(step.values())[:5]))
+    if traffic is not None:
+        moved, floor = traffic["traffic_bytes"], traffic["floor_bytes"]
+        print(f"\ndecode of {TRAFFIC_SEQS} sequences with contexts of {TRAFFIC_CONTEXT} tokens:")
+        print(f"{moved} bytes, {moved / floor:.4f} of the floor of {floor}")
+        print(f"a layer is {len(traffic['layer'])} launches:")
+        for name, size in traffic["layer"]:
+            print(f"  {name:40} {size / 1e6:10.3f} MB")
     if report["kv_tokens_fit"] is not None:
         print(f"\ntokens of KV cache that fit beside the weights: {report['kv_tokens_fit']}")
 
@@ -442,12 +612,13 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     os.environ |= ENVIRONMENT
-    names = [] if args.kernels_only else list(STEPS)
+    names = [] if args.kernels_only else [*STEPS, TRAFFIC]
     names += [] if args.steps_only else [case.name for case in select_cases(args.quick)]
     with ThreadPoolExecutor(args.jobs) as pool:
         results = dict(zip(names, pool.map(lambda name: in_process(name, args), names), strict=True))
     values = {name: value for name, (value, error) in results.items() if error is None}
     found_steps = {name: values.pop(name) for name in STEPS if name in values}
+    traffic = values.pop(TRAFFIC, None)
     kernels = [record for records in values.values() for record in records]
     problems = [f"{name}: {error}" for name, (_, error) in results.items() if error is not None]
     problems += find_problems(kernels, found_steps)
@@ -458,7 +629,9 @@ def main(argv: list[str] | None = None) -> int:
         "steps": {name: step_record(step) for name, step in found_steps.items()},
         "kv_tokens_fit": kv_tokens_fit(args, found_steps) if len(found_steps) == len(STEPS) else None,
     }
-    print(json.dumps(report)) if args.json else print_report(report)
+    if traffic is not None and "decode_step" in report["steps"]:
+        report["steps"]["decode_step"] |= traffic_record(traffic)
+    print(json.dumps(report)) if args.json else print_report(report, traffic)
     for problem in problems:
         print(f"problem: {problem}", file=sys.stderr)
     return 1 if problems else 0

@@ -127,9 +127,9 @@ def _paged(config: ModelConfig, layout: KVLayout, length: int) -> Callable[..., 
     backend = Backend("xla")
     over = attention.paged_prefill(backend, tables, start, lens, length)
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        pools = attention.write_kv(backend, cache.k[layer], cache.v[layer], k, v, slots)
-        return over(q, *pools, window=config.layer_windows[layer])
+    def attend(layer: int, qkv: jax.Array) -> jax.Array:
+        pools = attention.write_kv(backend, cache.k[layer], cache.v[layer], qkv, slots)
+        return over(qkv, *pools, window=config.layer_windows[layer])
 
     return attend
 
@@ -174,10 +174,10 @@ def _attention_errors(
     def errors(params: Params, ids: jax.Array) -> jax.Array:
         found = []
 
-        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            out = exact(layer, q, k, v)
+        def attend(layer: int, qkv: jax.Array) -> jax.Array:
+            out = exact(layer, qkv)
             by_head = (window, config.num_kv_heads, -1)
-            wanted, got = out.reshape(by_head), approximate(layer, q, k, v).reshape(by_head)
+            wanted, got = out.reshape(by_head), approximate(layer, qkv).reshape(by_head)
             found.append(jnp.sqrt(jnp.sum((got - wanted) ** 2, (0, 2)) / jnp.sum(wanted**2, (0, 2))))
             return out
 

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -27,14 +28,23 @@ VISIBLE, HIDDEN = 6.0, 12.0  # scores of the edge slots that a query sees, and o
 OPTIONS = ("window", "soft_cap")
 
 
+def as_qkv(q: jax.Array, kv_heads: int) -> jax.Array:
+    """Queries [T, H, D] with keys and values beside them that are not to be read: [T, K, G + 2, D]."""
+    q = jnp.asarray(q).reshape(q.shape[0], kv_heads, -1, q.shape[2])
+    return jnp.pad(q, ((0, 0), (0, 0), (0, 2), (0, 0)), constant_values=jnp.nan)
+
+
 def decode_of(backend: Backend):
-    return jax.jit(functools.partial(attention.paged_decode, backend), static_argnames=OPTIONS)
+    def decode(q, k_pool, *arguments, **options):
+        return attention.paged_decode(backend, as_qkv(q, k_pool.num_heads), k_pool, *arguments, **options)
+
+    return jax.jit(decode, static_argnames=OPTIONS)
 
 
 def prefill_of(backend: Backend):
     def prefill(q, k_pool, v_pool, tables, query_start, context_lens, **options):
         attend = attention.paged_prefill(backend, tables, query_start, context_lens, q.shape[0])
-        return attend(q, k_pool, v_pool, **options)
+        return attend(as_qkv(q, k_pool.num_heads), k_pool, v_pool, **options)
 
     return jax.jit(prefill, static_argnames=OPTIONS)
 

@@ -35,6 +35,7 @@ STEP = {
     "copies": [],
     "weight_bytes": 16 * GIB,
 }
+TRAFFIC = {"layer": [("dot.1", 3_000_000), ("add_norm", 500)], "traffic_bytes": 108, "floor_bytes": 100}
 
 
 @pytest.fixture
@@ -48,6 +49,8 @@ def script(monkeypatch):
     def in_process(name, args):
         if name in module.results:
             return module.results[name]
+        if name == module.TRAFFIC:
+            return TRAFFIC, None
         return (STEP, None) if name in module.STEPS else ([KERNEL | {"name": name}], None)
 
     monkeypatch.setattr(module, "in_process", in_process)
@@ -107,7 +110,8 @@ def test_the_report_is_one_json_object_and_the_pool_is_what_weights_and_temporar
         "tf32": False,
     }
     numbers = dict(argument_bytes=100, alias_bytes=60, temp_bytes=2 * GIB, launches=500, copied_bytes=0)
-    assert report["steps"] == {"decode_step": numbers, "prefill_step": numbers}
+    traffic = dict(launches_per_layer=2, traffic_bytes=108, floor_bytes=100)
+    assert report["steps"] == {"decode_step": numbers | traffic, "prefill_step": numbers}
     block = 16 * 2 * 32 * 8 * 128 * 2  # 16 tokens, K and V, 32 layers, 8 heads of 128 values of 2 bytes
     left = int(TARGETS["h200"].memory * 0.9) - 18 * GIB
     assert report["kv_tokens_fit"] == left // block * 16 == 887680
@@ -157,7 +161,31 @@ def test_the_table_has_a_row_for_each_kernel_and_step(script, capsys):
     assert out.splitlines()[3].split() == "decode d128 g4 bfloat16 99 0 38928 16 mma m16n8k16 bf16".split()
     assert "paged_decode d128 g4 bfloat16 99 0 38928 - -" in " ".join(out.split())
     assert f"decode_step 100 60 {2 * GIB} 500 0" in " ".join(out.split())
+    assert "108 bytes, 1.0800 of the floor of 100\na layer is 2 launches:\n" in out
+    assert "dot.1 3.000 MB add_norm 0.001 MB" in " ".join(out.split())
     assert out.endswith("tokens of KV cache that fit beside the weights: 887680\n")
+
+
+def test_kernels_of_attention_move_the_queries_the_context_and_the_ranges_that_are_used(script):
+    config = preset("qwen2.5-7b")
+    layout = script.kv_layout(config, "bfloat16")
+    seqs, context, width, num_blocks = script.TRAFFIC_SEQS, script.TRAFFIC_CONTEXT, 2048, 16384
+    sizes = types.SimpleNamespace(block_size=16, num_kv_blocks=num_blocks - 1, table_width=width)
+    step = script.Step(None, config, layout, None, sizes)
+    move = script.kernel_bytes(step, TARGETS["h200"])
+    K, G, D = config.num_kv_heads, config.group_size, config.head_dim
+    qkv, pool = seqs * K * (G + 2) * D * 4, num_blocks * K * 16 * D * 2
+    lengths, table = 4 * seqs, 4 * seqs * width
+    # 16 ranges have a place, 2,048 tokens have 4 of 512.
+    partials = [16 * seqs * K * G * D * 4, 16 * seqs * K * G * 4]
+    queries, kv = seqs * K * G * D * 4, seqs * context * K * D * 2 * 2
+    used_table, used_partials = table // width * (context // 16), sum(partials) // 4
+    assert move["paged_decode"]([qkv, pool, pool, table, lengths], partials) == (
+        queries + kv + used_table + lengths + used_partials
+    )
+    assert move["paged_decode_merge"]([lengths, *partials], [777]) == lengths + used_partials + 777
+    written = seqs * K * D * 2 * (4 + 2)  # read as float32, written as bfloat16
+    assert move["write_kv"]([qkv, lengths, pool, pool], [pool, pool]) == written + lengths
 
 
 def test_steps_have_the_weights_and_the_sequences_that_are_asked_for(script):

@@ -255,6 +255,92 @@ def test_what_a_program_writes_is_every_array_once_in_loops_and_branches_too():
     assert not {"w.1", "flat", "rows", "loop", "copy-start", "convert", "dot"} & set(names)
 
 
+# Beside `HLO`: fusions of which an operand is read in part, updated in place, or read by parts of a fusion.
+MOVES = """\
+HloModule jit_step, is_scheduled=true
+
+%fused_gather (table: bf16[1000,64], ids: s32[4]) -> f32[4,64] {
+  %table = bf16[1000,64]{1,0} parameter(0)
+  %ids = s32[4]{0} parameter(1)
+  %again = bf16[1000,64]{1,0} bitcast(%table)
+  %rows = bf16[4,64]{1,0} gather(%again, %ids), slice_sizes={1,64}
+  ROOT %convert = f32[4,64]{1,0} convert(%rows)
+}
+
+%fused_halves (x: f32[4,64]) -> f32[4,32] {
+  %x = f32[4,64]{1,0} parameter(0)
+  %first = f32[4,32]{1,0} slice(%x), slice={[0:4], [0:32]}
+  ROOT %negate = f32[4,32]{1,0} negate(%first)
+}
+
+%fused_update (state: s32[65], values: s32[4], at: s32[4]) -> (s32[65], f32[2]) {
+  %state = s32[65]{0} parameter(0)
+  %at = s32[4]{0} parameter(2)
+  %values = s32[4]{0} parameter(1)
+  %two = f32[2]{0} constant({1, 2})
+  %scatter = s32[65]{0} scatter(%state, %at, %values)
+  ROOT %both = (s32[65]{0}, f32[2]{0}) tuple(%scatter, %two)
+}
+
+%inner (a: bf16[64,8]) -> f32[64,8] {
+  %a = bf16[64,8]{1,0} parameter(0)
+  ROOT %wide = f32[64,8]{1,0} convert(%a)
+}
+
+%fused_dot (h: f32[4,64], w: bf16[64,8]) -> f32[4,8] {
+  %w = bf16[64,8]{1,0} parameter(1)
+  %h = f32[4,64]{1,0} parameter(0)
+  %w.2 = f32[64,8]{1,0} fusion(%w), kind=kCustom, calls=%inner
+  ROOT %dot = f32[4,8]{1,0} dot(%h, %w.2), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%body (state: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
+  %state = (s32[], f32[4,8]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %x = f32[4,8]{1,0} get-tuple-element(%state), index=1
+  %twice = f32[4,8]{1,0} add(%x, %x)
+  ROOT %next = (s32[], f32[4,8]{1,0}) tuple(%i, %twice)
+}
+
+%less (state.3: (s32[], f32[4,8])) -> pred[] {
+  %state.3 = (s32[], f32[4,8]{1,0}) parameter(0)
+  ROOT %no = pred[] constant(false)
+}
+
+ENTRY %main (embed.1: bf16[1000,64], ids.1: s32[4], w.1: bf16[64,8], state.1: s32[65], pool.1: bf16[99,8]) -> f32[4,8] {
+  %embed.1 = bf16[1000,64]{1,0} parameter(0), metadata={op_name="params.embed"}
+  %ids.1 = s32[4]{0} parameter(1), metadata={op_name="batch.ids"}
+  %w.1 = bf16[64,8]{1,0} parameter(2), metadata={op_name="params.w"}
+  %state.1 = s32[65]{0} parameter(3), metadata={op_name="state.last"}
+  %pool.1 = bf16[99,8]{1,0} parameter(4), metadata={op_name="cache.k"}
+  %embedded = f32[4,64]{1,0} fusion(%embed.1, %ids.1), kind=kLoop, calls=%fused_gather
+  %half = f32[4,32]{1,0} fusion(%embedded), kind=kLoop, calls=%fused_halves
+  %flat = bf16[64,8]{1,0} bitcast(%w.1)
+  %product = f32[4,8]{1,0} fusion(%embedded, %flat), kind=kCustom, calls=%fused_dot
+  %update = (s32[65]{0}, f32[2]{0}) fusion(%state.1, %ids.1, %ids.1), kind=kInput, calls=%fused_update
+  %write = (bf16[99,8]{1,0}, f32[3]{0}) custom-call(%product, %pool.1), custom_call_target="__gpu$xla.gpu.triton", output_to_operand_aliasing={{0}: (1, {})}, backend_config={name = "write_kv", num_stages = 1 : i32}
+  %norm = f32[4,8]{1,0} custom-call(%product), custom_call_target="__gpu$xla.gpu.triton", backend_config={name = "add_norm__1", num_stages = 1 : i32}
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[4,8]{1,0}) tuple(%zero, %norm)
+  %loop = (s32[], f32[4,8]{1,0}) while(%start), condition=%less, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  ROOT %result = f32[4,8]{1,0} get-tuple-element(%loop), index=1
+}
+"""  # noqa: E501
+
+
+def test_launches_move_what_they_read_of_their_operands_and_what_they_write():
+    launches = Program(MOVES).launches({"write_kv": lambda operands, results: sum(operands) + 7 * results[1]})
+    assert [(x.name, x.arguments, x.bytes) for x in launches] == [
+        ("embedded", ("params.embed", "batch.ids"), 4 * 64 * 2 + 4 * 4 + 4 * 64 * 4),  # rows of the table
+        ("half", (), 2 * 4 * 32 * 4),  # half of what it could read
+        ("product", ("params.w",), 4 * 64 * 4 + 64 * 8 * 2 + 4 * 8 * 4),
+        ("update", ("state.last", "batch.ids", "batch.ids"), 2 * 16 + 16 + 8),  # not the state
+        ("write_kv", ("cache.k",), 4 * 8 * 4 + 99 * 8 * 2 + 7 * 12),  # as it was told
+        ("add_norm", (), 2 * 4 * 8 * 4),
+        ("twice", (), 5 * 3 * 4 * 8 * 4),
+    ]
+
+
 @pytest.mark.parametrize(
     ("installed", "message"),
     [

@@ -45,11 +45,11 @@ def decode_step(
     """One token of each sequence: writes its K and V, draws the next."""
     pools = _Pools(cache, backend)
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        k_pool, v_pool = pools.write(layer, k, v, batch.slots)
+    def attend(layer: int, qkv: jax.Array) -> jax.Array:
+        k_pool, v_pool = pools.write(layer, qkv, batch.slots)
         return attention.paged_decode(
             backend,
-            q,
+            qkv,
             k_pool,
             v_pool,
             batch.tables,
@@ -60,7 +60,9 @@ def decode_step(
 
     tokens = state.last_token[batch.rows]
     positions = jnp.maximum(batch.context_lens - 1, 0)
-    hidden = transformer.forward(params, config, tokens, positions, attend, backend=backend)
+    hidden = transformer.forward(
+        params, config, tokens, positions, attend, backend=backend, split_products=backend.uses_kernels
+    )
     logits = transformer.logits(params, hidden)
     tokens, logprobs, state = sample(logits, batch.rows, state, batch.sampling, variant)
     return pools.cache(), state, StepOutput(tokens=tokens, logprobs=logprobs, prompt_logprobs=None)
@@ -126,9 +128,9 @@ def _prefill_hidden(
         backend, batch.tables, batch.query_start, batch.context_lens, batch.token_ids.shape[0]
     )
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        k_pool, v_pool = pools.write(layer, k, v, batch.slots)
-        return attention_of(q, k_pool, v_pool, window=config.layer_windows[layer])
+    def attend(layer: int, qkv: jax.Array) -> jax.Array:
+        k_pool, v_pool = pools.write(layer, qkv, batch.slots)
+        return attention_of(qkv, k_pool, v_pool, window=config.layer_windows[layer])
 
     tokens = jnp.where(batch.token_ids >= 0, batch.token_ids, state.last_token[batch.token_rows])
     hidden = transformer.forward(params, config, tokens, batch.positions, attend, backend=backend)
@@ -161,9 +163,9 @@ class _Pools:
         self._backend = backend
         self._k, self._v = list(cache.k), list(cache.v)
 
-    def write(self, layer: int, k: jax.Array, v: jax.Array, slots: jax.Array) -> tuple[Pool, Pool]:
+    def write(self, layer: int, qkv: jax.Array, slots: jax.Array) -> tuple[Pool, Pool]:
         pools = self._k[layer], self._v[layer]
-        written = attention.write_kv(self._backend, *pools, k, v, slots)
+        written = attention.write_kv(self._backend, *pools, qkv, slots)
         self._k[layer], self._v[layer] = written
         return written
 

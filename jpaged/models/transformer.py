@@ -17,7 +17,16 @@ from flax import struct
 
 from jpaged.config import ModelConfig
 from jpaged.ops.attention import XLA, Backend
-from jpaged.ops.layers import apply_rope, linear, rms_norm, rope_frequencies, rope_table, silu_gate, unembed
+from jpaged.ops.layers import (
+    add_product,
+    apply_rope,
+    linear,
+    rms_norm,
+    rope_frequencies,
+    rope_table,
+    silu_gate,
+    unembed,
+)
 from jpaged.ops.quantized import QuantizedMatrix, abstract_matrix
 
 
@@ -117,8 +126,8 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype | str | No
     return jax.tree_util.tree_unflatten(tree, leaves)
 
 
-Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
-"""`attend(layer, q [T, H, D], k [T, K, D], v [T, K, D]) -> [T, H, D]`, float32 in and out."""
+Attend = Callable[[int, jax.Array], jax.Array]
+"""`attend(layer, qkv [T, K, G + 2, D]) -> [T, H, D]`, float32 in and out; see `ops.attention.split_qkv`."""
 
 
 def forward(
@@ -129,6 +138,7 @@ def forward(
     attend: Attend,
     *,
     backend: Backend = XLA,
+    split_products: bool = False,
 ) -> jax.Array:
     """Runs the decoder over packed tokens.
 
@@ -138,30 +148,37 @@ def forward(
     Args:
       token_ids, positions: int32 [T].
       attend: called once per layer, in order, with rotated queries and keys.
-      backend: of products with quantized matrices; kernels are not differentiable.
+      backend: of products with quantized matrices, and of sums; kernels are not differentiable.
+      split_products: for few tokens, with kernels: see `add_product`. What a layer writes most of, the
+        outputs of `w_gate_up`, is then rounded to the weights' dtype, in half the bytes.
 
     Returns:
-      Final hidden states, normalized, float32 [T, E]; `logits` turns them into logits.
+      Final hidden states [T, E], normalized, in float32 or as `add_product` rounds them; `logits` turns
+      them into logits.
     """
     K, G, D = config.num_kv_heads, config.group_size, config.head_dim
     eps = config.rms_norm_eps
     product = functools.partial(linear, backend=backend)
+    add = functools.partial(add_product, eps=eps, backend=backend, split=split_products)
+    is_value = (jnp.arange(G + 2) == G + 1)[None, None, :, None]
     inv_freq, scale = rope_frequencies(config.rope, D)
     cos, sin = rope_table(positions, inv_freq, scale)
+    norms = [layer.attn_norm for layer in params.layers] + [params.final_norm]
     x = params.embed[token_ids].astype(jnp.float32)  # [T, E]
+    h = rms_norm(x, norms[0], eps)
     for index, layer in enumerate(params.layers):
-        qkv = product(rms_norm(x, layer.attn_norm, eps), layer.wqkv, layer.bqkv)
+        qkv = product(h, layer.wqkv, layer.bqkv)
         qkv = qkv.reshape(-1, K, G + 2, D)
-        q = qkv[:, :, :G].reshape(-1, K * G, D)
-        k, v = qkv[:, :, G], qkv[:, :, G + 1]
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
-        out = attend(index, apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
-        y = product(out.reshape(-1, K * G * D), layer.wo, layer.bo)
-        gate_up = product(rms_norm(x + y, layer.mlp_norm, eps), layer.w_gate_up, layer.b_gate_up)
-        # Added in this order, x + y is of use to the norm alone, and computed with it on a GPU.
-        x = x + (y + product(silu_gate(gate_up), layer.w_down, layer.b_down))
-    return rms_norm(x, params.final_norm, eps)
+            weights = jnp.stack([layer.q_norm] * G + [layer.k_norm] * 2)
+            qkv = jnp.where(is_value, qkv, rms_norm(qkv, weights, eps))
+        out = attend(index, jnp.where(is_value, qkv, apply_rope(qkv, cos, sin)))
+        x, h = add(x, out.reshape(-1, K * G * D), layer.wo, layer.bo, layer.mlp_norm)
+        gate_up = product(h, layer.w_gate_up, layer.b_gate_up)
+        if split_products:
+            gate_up = gate_up.astype(layer.mlp_norm.dtype)
+        x, h = add(x, silu_gate(gate_up), layer.w_down, layer.b_down, norms[index + 1])
+    return h
 
 
 def logits(params: Params, hidden: jax.Array) -> jax.Array:

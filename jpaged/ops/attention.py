@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jpaged import kv_cache
 from jpaged.config import LARGEST, ModelConfig
@@ -126,26 +127,38 @@ def _unsupported(name: str, config: ModelConfig, block_size: int, layout: KVLayo
     return None
 
 
+def split_qkv(qkv: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q [T, H, D], k and v [T, K, D] of qkv [T, K, G + 2, D]: of each KV head its queries, key and value."""
+    num_tokens, kv_heads, rows, head_dim = qkv.shape
+    q = qkv[:, :, :-2].reshape(num_tokens, kv_heads * (rows - 2), head_dim)
+    return q, qkv[:, :, -2], qkv[:, :, -1]
+
+
+def _rotated(qkv: jax.Array, k_pool: Pool, v_pool: Pool) -> jax.Array:
+    """qkv as the pools want it: queries are turned as keys are."""
+    if not (k_pool.is_rotated or v_pool.is_rotated):
+        return qkv
+    return jnp.concatenate([rotate(qkv[:, :, :-1], k_pool), rotate(qkv[:, :, -1:], v_pool)], axis=2)
+
+
 def write_kv(
-    backend: Backend,
-    k_pool: Pool,
-    v_pool: Pool,
-    k: jax.Array,
-    v: jax.Array,
-    slots: jax.Array,
+    backend: Backend, k_pool: Pool, v_pool: Pool, qkv: jax.Array, slots: jax.Array
 ) -> tuple[Pool, Pool]:
-    """Stores new tokens' K and V [T, K, D], rotated where the pools want it: see `kv_cache.write_kv`."""
-    k, v = rotate(k, k_pool), rotate(v, v_pool)
+    """Stores new tokens' K and V, of qkv [T, K, G + 2, D], rotated where the pools want it.
+
+    See `split_qkv` and `kv_cache.write_kv`.
+    """
+    qkv = _rotated(qkv, k_pool, v_pool)
     if not backend.uses_kernels:
+        _, k, v = split_qkv(qkv)
         return kv_cache.write_kv(k_pool, v_pool, k, v, slots)
     (k_data, k_scale), (v_data, v_scale) = device_arrays(k_pool), device_arrays(v_pool)
     if k_scale is None or v_scale is None:
-        k_data, v_data = pallas_write.write_kv(k_data, v_data, k, v, slots, interpret=backend.interpret)
+        k_data, v_data = pallas_write.write_kv(k_data, v_data, qkv, slots, interpret=backend.interpret)
     else:
         k_data, v_data, k_scale, v_scale = pallas_write.write_quantized_kv(
             (k_data, v_data, k_scale, v_scale),
-            k,
-            v,
+            qkv,
             slots,
             formats=(k_pool.format, v_pool.format),
             interpret=backend.interpret,
@@ -155,7 +168,7 @@ def write_kv(
 
 def paged_decode(
     backend: Backend,
-    q: jax.Array,
+    qkv: jax.Array,
     k_pool: Pool,
     v_pool: Pool,
     tables: jax.Array,
@@ -168,16 +181,18 @@ def paged_decode(
     """Attention of the last token of each context [S, H, D]: see `attention_xla.paged_decode`.
 
     Args:
+      qkv: [S, K, G + 2, D], as of `split_qkv`; of keys and values what is in the pools is read.
       out_dtype: what the caller will round the result to. The kernels do so themselves as they store it,
         unless it has to be rotated; all else is float32.
     """
     options: dict[str, Any] = dict(window=window, soft_cap=soft_cap)
-    q = rotate(q, k_pool)
+    qkv = _rotated(qkv, k_pool, v_pool)
     if not backend.uses_kernels:
+        q, _, _ = split_qkv(qkv)
         out = attention_xla.paged_decode(q, k_pool, v_pool, tables, context_lens, **options)
         return rotate(out, v_pool)
     (k_data, k_scale), (v_data, v_scale) = device_arrays(k_pool), device_arrays(v_pool)
-    arguments = (q, k_data, v_data, tables, context_lens)
+    arguments = (qkv, k_data, v_data, tables, context_lens)
     options["dtype"] = k_pool.dtype
     if backend.name == "mosaic":
         from jpaged.pallas import decode_mosaic
@@ -206,13 +221,14 @@ def paged_prefill(
       num_tokens: T, padding included.
 
     Returns:
-      `attend(q [T, H, D], k_pool, v_pool, *, window=None, soft_cap=None) -> float32 [T, H, D]`.
+      `attend(qkv [T, K, G + 2, D], k_pool, v_pool, *, window=None, soft_cap=None) -> float32 [T, H, D]`;
+      qkv as for `paged_decode`.
       Rows of padding tokens hold finite values of no meaning.
     """
     tiles = None if backend.uses_kernels else attention_xla.query_tiles(query_start, context_lens, num_tokens)
 
     def attend(
-        q: jax.Array,
+        qkv: jax.Array,
         k_pool: Pool,
         v_pool: Pool,
         *,
@@ -220,14 +236,15 @@ def paged_prefill(
         soft_cap: float | None = None,
     ) -> jax.Array:
         options: dict[str, Any] = dict(window=window, soft_cap=soft_cap)
-        q = rotate(q, k_pool)
+        qkv = _rotated(qkv, k_pool, v_pool)
         if tiles is not None:
+            q, _, _ = split_qkv(qkv)
             out = attention_xla.paged_prefill(q, k_pool, v_pool, tables, tiles, **options)
             return rotate(out, v_pool)
         (k_data, k_scale), (v_data, v_scale) = device_arrays(k_pool), device_arrays(v_pool)
         options |= dict(dtype=k_pool.dtype, k_scale=k_scale, v_scale=v_scale)
         options |= dict(capability=backend.capability, interpret=backend.interpret)
         sequences = tables, query_start, context_lens
-        return rotate(pallas_prefill.paged_prefill(q, k_data, v_data, *sequences, **options), v_pool)
+        return rotate(pallas_prefill.paged_prefill(qkv, k_data, v_data, *sequences, **options), v_pool)
 
     return attend

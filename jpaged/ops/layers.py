@@ -7,6 +7,10 @@ many there are.
 
 from __future__ import annotations
 
+import functools
+import operator
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,14 +18,24 @@ from jax import lax
 
 from jpaged.config import RopeConfig
 from jpaged.ops.attention import XLA, Backend
-from jpaged.ops.quantized import QuantizedMatrix, quantized_product
+from jpaged.ops.quantized import QuantizedMatrix, quantized_parts
+from jpaged.pallas import add_norm as pallas_add_norm
+
+MAX_PARTS = 8
+"""Of a split product. XLA would cut fewer and longer ones again, and add up its own in one more launch."""
+
+PART_ROWS = 768
+"""Rows of the matrix in a part of a split product, at least: every part is written and read."""
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Root mean square normalization over the last axis, in float32. Zhang & Sennrich, 2019."""
+    """Root mean square normalization over the last axis, in float32. Zhang & Sennrich, 2019.
+
+    The weight has the last axis, or several of the last ones.
+    """
     x = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
-    return x * scale * jnp.expand_dims(weight.astype(jnp.float32), tuple(range(x.ndim - 1)))
+    return x * scale * jnp.expand_dims(weight.astype(jnp.float32), tuple(range(x.ndim - weight.ndim)))
 
 
 def linear(
@@ -36,22 +50,73 @@ def linear(
     Args:
       backend: of products with a quantized matrix.
     """
-    y = quantized_product(x, w, backend) if isinstance(w, QuantizedMatrix) else _product(x, w, 0)
+    if isinstance(w, QuantizedMatrix):
+        # One after the other, which XLA fuses with what follows: the order does not depend on a shape.
+        parts = quantized_parts(x, w, backend)
+        y = functools.reduce(operator.add, (parts[part] for part in range(parts.shape[0])))
+    else:
+        y = _product(x, w, (((1,), (0,)), ((), ())))
     return y if b is None else y + b.astype(jnp.float32)[None, :]
+
+
+def add_product(
+    x: jax.Array,
+    h: jax.Array,
+    w: jax.Array | QuantizedMatrix,
+    b: jax.Array | None,
+    norm: jax.Array,
+    *,
+    eps: float,
+    backend: Backend,
+    split: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """`x + h @ w + b`, and its RMS norm: x float32 [T, X], h [T, E], w [E, X], b and norm [X].
+
+    Args:
+      split: cuts the product over the rows of w into parts that a GPU computes side by side, which few
+        tokens need to fill it. How depends on w's shape alone. The parts' sums are float32; they are
+        rounded to the weights' dtype, to be written and read in half the bytes, and added in float32.
+        A backend without kernels does not split.
+
+    Returns:
+      float32 [T, X] each; kernels round the norm to the dtype of its weight, that of the operands of the
+      next product.
+    """
+    if not backend.uses_kernels:
+        x = x + linear(h, w, b)
+        return x, rms_norm(x, norm, eps)
+    if isinstance(w, QuantizedMatrix):
+        parts = quantized_parts(h, w, backend)
+    elif split:
+        parts = _product_parts(h, w, _num_parts(w.shape[0])).astype(norm.dtype)
+    else:
+        parts = linear(h, w)[None]
+    return pallas_add_norm.add_norm(x, parts, b, norm, eps, interpret=backend.interpret)
+
+
+def _num_parts(rows: int) -> int:
+    most = min(MAX_PARTS, rows // PART_ROWS)
+    return max((n for n in range(1, most + 1) if rows % (64 * n) == 0), default=1)
+
+
+def _product_parts(x: jax.Array, w: jax.Array, num: int) -> jax.Array:
+    """What adds up to `x @ w`, float32 [num, T, X]."""
+    x, w = x.reshape(x.shape[0], num, -1), w.reshape(num, -1, w.shape[1])
+    return _product(x, w, (((2,), (1,)), ((1,), (0,))))
 
 
 def unembed(x: jax.Array, w: jax.Array) -> jax.Array:
     """Logits `x @ w.T`: x [S, E], w [V, E] -> float32 [S, V]."""
-    return _product(x, w, 1)
+    return _product(x, w, (((1,), (1,)), ((), ())))
 
 
-def _product(x: jax.Array, w: jax.Array, contracted: int) -> jax.Array:
+def _product(x: jax.Array, w: jax.Array, dimensions: Any) -> jax.Array:
     # A float32 product on a GPU is tf32 unless asked otherwise.
     precision = lax.Precision.HIGHEST if w.dtype == jnp.float32 else None
     return lax.dot_general(
         x.astype(w.dtype),
         w,
-        (((1,), (contracted,)), ((), ())),
+        dimensions,
         precision=precision,
         preferred_element_type=jnp.float32,
     )
@@ -59,7 +124,7 @@ def _product(x: jax.Array, w: jax.Array, contracted: int) -> jax.Array:
 
 def silu_gate(gate_up: jax.Array) -> jax.Array:
     """`silu(gate) * up`: [T, 2 * F], the gate first -> [T, F]."""
-    gate, up = jnp.split(gate_up, 2, axis=-1)
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     return jax.nn.silu(gate) * up
 
 
@@ -123,7 +188,7 @@ def rope_table(positions: jax.Array, inv_freq: np.ndarray, scale: float) -> tupl
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates pairs (i, i + D / 2): x float32 [T, X, D], cos and sin [T, D / 2]."""
-    cos, sin = cos[:, None, :], sin[:, None, :]
+    """Rotates pairs (i, i + D / 2): x float32 [T, .., D], cos and sin [T, D / 2]."""
+    cos, sin = (jnp.expand_dims(table, tuple(range(1, x.ndim - 1))) for table in (cos, sin))
     x1, x2 = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)

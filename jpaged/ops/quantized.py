@@ -137,8 +137,8 @@ def _nonzero(scale: np.ndarray) -> np.ndarray:
     return np.where(scale > 0, scale, np.float32(1))
 
 
-def quantized_product(x: jax.Array, w: QuantizedMatrix, backend: Backend) -> jax.Array:
-    """`x @ w` with float32 sums: x [T, E], w [E, X] -> float32 [T, X].
+def quantized_parts(x: jax.Array, w: QuantizedMatrix, backend: Backend) -> jax.Array:
+    """What adds up to `x @ w`, with float32 sums: x [T, E], w [E, X] -> float32 [P, T, X].
 
     Few rows, such as those of a decode step, take the kernel where the backend has kernels.
     """
@@ -163,7 +163,7 @@ def quantized_product(x: jax.Array, w: QuantizedMatrix, backend: Backend) -> jax
             group=w.group,
             interpret=backend.interpret,
         )
-    return _product_xla(x, w)
+    return _product_xla(x, w)[None]
 
 
 def _product_xla(x: jax.Array, w: QuantizedMatrix) -> jax.Array:

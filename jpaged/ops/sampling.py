@@ -57,15 +57,18 @@ def sample(
     if variant >= Variant.FULL:
         logits = _apply_masks_and_bias(logits, rows, state, batch)
         logits = _apply_penalties(logits, rows, state, batch)
-    top = jnp.max(logits, axis=-1)  # [S]
-    tokens = _first_index_of(logits, top)
+    if variant == Variant.GREEDY:
+        top, tokens, is_finite = lax.platform_dependent(logits, cuda=_survey_at_once, default=_survey)
+    else:
+        top, tokens, _ = _survey(logits)
+        is_finite = _all_finite(raw)
     if variant >= Variant.SAMPLED:
         drawn = _draw(logits, top, batch)
         tokens = jnp.where(batch.temperature > 0, drawn, tokens)
     logprobs = token_logprobs(raw, tokens) if variant >= Variant.FULL else None
     state = _note(tokens, rows, state, batch, variant)
     tokens = jnp.where(top == -jnp.inf, NO_CANDIDATE, tokens)
-    tokens = jnp.where(jnp.isfinite(jnp.sum(raw, axis=-1)), tokens, NON_FINITE)
+    tokens = jnp.where(is_finite, tokens, NON_FINITE)
     return tokens, logprobs, state
 
 
@@ -82,12 +85,37 @@ def token_logprobs(logits: jax.Array, tokens: jax.Array) -> Logprobs:
     )
 
 
-def _first_index_of(logits: jax.Array, value: jax.Array) -> jax.Array:
-    """First index at which a row holds `value`: two plain reductions beat an argmax on a CPU."""
+def _all_finite(logits: jax.Array) -> jax.Array:
+    return jnp.isfinite(jnp.sum(logits, axis=-1))
+
+
+def _survey(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of each row its maximum, the first index that holds it, and whether all of it is finite.
+
+    Plain reductions one after the other beat an argmax on a CPU.
+    """
+    top = jnp.max(logits, axis=-1)
     index = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     size = logits.shape[-1]
-    first = jnp.min(jnp.where(logits == value[:, None], index, size), axis=-1)
-    return jnp.minimum(first, size - 1)  # a row of NaN has no such index
+    first = jnp.min(jnp.where(logits == top[:, None], index, size), axis=-1)
+    return top, jnp.minimum(first, size - 1), _all_finite(logits)  # a row of NaN has no such index
+
+
+def _survey_at_once(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`_survey` that reads the logits once, as a GPU should; of a row with NaN the maximum ignores it.
+
+    Read more often, XLA may even compute them more often, to save memory beside a large pool.
+    """
+    size = logits.shape[-1]
+
+    def join(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        is_b = (b[0] > a[0]) | ((b[0] == a[0]) & (b[1] < a[1]))
+        return jnp.where(is_b, b[0], a[0]), jnp.where(is_b, b[1], a[1]), a[2] + b[2]
+
+    index = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    start = (jnp.float32(-jnp.inf), jnp.int32(size), jnp.float32(0))
+    top, first, total = lax.reduce((logits, index, logits), start, join, (1,))
+    return top, jnp.minimum(first, size - 1), jnp.isfinite(total)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -57,6 +57,11 @@ class Attention:
     soft_cap: float | None
 
     @property
+    def head_rows(self) -> int:
+        """Rows of a KV head in qkv [T, K, G + 2, D]: its queries, its key, its value."""
+        return self.group + 2
+
+    @property
     def decode_rows(self) -> int:
         """Rows of a tile that holds the query heads of one KV head."""
         return max(MIN_ROWS, 1 << (self.group - 1).bit_length())
@@ -106,7 +111,7 @@ class Attention:
 
 
 def check_attention(
-    q: jax.Array,
+    qkv: jax.Array,
     k_pool: jax.Array,
     v_pool: jax.Array,
     k_scale: jax.Array | None,
@@ -125,7 +130,7 @@ def check_attention(
     Raises:
       ValueError: shapes or dtypes that no kernel handles; the message names both.
     """
-    num_heads, head_dim = q.shape[1:]
+    _, heads, rows, head_dim = qkv.shape
     num_blocks, kv_heads, block_size, _ = k_pool.shape
     slots = (num_blocks, kv_heads, block_size)
     packed_values = k_pool.dtype == jnp.int8 and v_pool.dtype == jnp.uint8
@@ -138,8 +143,8 @@ def check_attention(
         raise ValueError(
             f"{k_pool.shape=} {k_pool.dtype=} must match {v_pool.shape=} {v_pool.dtype=} and {head_dim=}"
         )
-    if num_heads % kv_heads:
-        raise ValueError(f"{num_heads=} must be a multiple of {kv_heads=}")
+    if heads != kv_heads or rows < 3:
+        raise ValueError(f"{qkv.shape=} must be [tokens, {kv_heads=}, query heads of each + 2, {head_dim=}]")
     problem = unsupported(head_dim=head_dim, block_size=block_size, dtype=dtype)
     if problem:
         raise ValueError(problem)
@@ -157,7 +162,7 @@ def check_attention(
         if scale is not None:
             pools.append(scale)
     fixed = Attention(
-        group=num_heads // kv_heads,
+        group=rows - 2,
         head_dim=head_dim,
         block_size=block_size,
         dtype=dtype,

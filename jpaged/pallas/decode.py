@@ -73,7 +73,7 @@ def default_tuning(fixed: Attention) -> Tuning:
 
 
 def _split_kernel(*refs, fixed: Attention, tuning: Tuning):
-    q_ref, *pool_refs, table_ref, length_ref, acc_ref, top_ref, total_ref = refs
+    qkv_ref, *pool_refs, table_ref, length_ref, acc_ref, top_ref, total_ref = refs
     sequence, head, split = (pl.program_id(axis) for axis in range(3))
     kv_heads = pl.num_programs(1)
     block_size, group = fixed.block_size, fixed.group
@@ -85,7 +85,7 @@ def _split_kernel(*refs, fixed: Attention, tuning: Tuning):
     @pl.when(begin < end)
     def _():
         row = jnp.arange(fixed.decode_rows, dtype=jnp.int32)  # [R]
-        q = load_queries(fixed, q_ref, head * group + jnp.minimum(row, group - 1))
+        q = load_queries(fixed, qkv_ref, head * fixed.head_rows + jnp.minimum(row, group - 1))
 
         def masked(block, num_blocks, state):
             position = block * block_size + jnp.arange(num_blocks * block_size, dtype=jnp.int32)
@@ -140,7 +140,7 @@ def _merge_kernel(length_ref, acc_ref, top_ref, total_ref, out_ref, *, fixed: At
 
 
 def paged_decode(
-    q: jax.Array,
+    qkv: jax.Array,
     k_pool: jax.Array,
     v_pool: jax.Array,
     tables: jax.Array,
@@ -159,7 +159,7 @@ def paged_decode(
     """Attention of the last token of each context.
 
     Args:
-      q: [S, H, D].
+      qkv: [S, K, G + 2, D]: of each KV head its queries, then its key and its value, which are not read.
       k_pool, v_pool: [N, K, P, D] of `dtype`, or int8 or float8_e4m3fn.
       tables: int32 [S, M]; every entry is a valid block id.
       context_lens: int32 [S]; 0 gives zeros.
@@ -176,7 +176,7 @@ def paged_decode(
       ValueError: shapes or dtypes that the kernel does not handle.
     """
     fixed, pools = check_attention(
-        q,
+        qkv,
         k_pool,
         v_pool,
         k_scale,
@@ -186,8 +186,8 @@ def paged_decode(
         soft_cap=soft_cap,
         capability=capability,
     )
-    num_seqs, num_heads, head_dim = q.shape
-    kv_heads = num_heads // fixed.group
+    num_seqs, kv_heads, _, head_dim = qkv.shape
+    num_heads, qkv_rows = kv_heads * fixed.group, kv_heads * fixed.head_rows
     width = tables.shape[1]
     tuning = cap_splits(tuning or default_tuning(fixed), width)
     # One tile of rows more than there are: where the last program's rows past its group would lie.
@@ -202,7 +202,7 @@ def paged_decode(
         functools.partial(_split_kernel, fixed=fixed, tuning=tuning),
         grid=(num_seqs, kv_heads, tuning.max_splits),
         in_specs=[
-            pl.BlockSpec((None, num_heads, head_dim), lambda s, h, x: (s, 0, 0)),
+            pl.BlockSpec((None, qkv_rows, head_dim), lambda s, h, x: (s, 0, 0)),
             *pool_specs(pools, head_axis=1),
             pl.BlockSpec((None, width), lambda s, h, x: (s, 0)),
             length_spec,
@@ -212,7 +212,7 @@ def paged_decode(
         compiler_params=triton.CompilerParams(num_warps=tuning.num_warps, num_stages=tuning.num_stages),
         interpret=interpret,
         name="paged_decode",
-    )(q, *pools, tables, context_lens)
+    )(qkv.reshape(num_seqs, qkv_rows, head_dim), *pools, tables, context_lens)
     merged_rows = max(num_seqs * num_heads, fixed.decode_rows)
     merged_shape = jax.ShapeDtypeStruct((merged_rows, head_dim), out_dtype)
     out = pl.pallas_call(
@@ -225,4 +225,4 @@ def paged_decode(
         interpret=interpret,
         name="paged_decode_merge",
     )(context_lens, *partials)
-    return out[: num_seqs * num_heads].reshape(q.shape)
+    return out[: num_seqs * num_heads].reshape(num_seqs, num_heads, head_dim)

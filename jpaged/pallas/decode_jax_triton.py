@@ -146,7 +146,7 @@ def kernel_constants(fixed: Attention, tuning: Tuning, width: int) -> dict[str, 
 
 
 def paged_decode_jax_triton(
-    q: jax.Array,
+    qkv: jax.Array,
     k_pool: jax.Array,
     v_pool: jax.Array,
     tables: jax.Array,
@@ -161,7 +161,7 @@ def paged_decode_jax_triton(
     """Attention of the last token of each context.
 
     Args:
-      q: [S, H, D].
+      qkv: [S, K, G + 2, D]: of each KV head its queries, then its key and its value, which are not read.
       k_pool, v_pool: [N, K, P, D] of `dtype`.
       tables: int32 [S, M]; entries past a context are not read.
       context_lens: int32 [S]; 0 gives zeros.
@@ -179,17 +179,19 @@ def paged_decode_jax_triton(
     if k_pool.dtype != dtype:
         raise ValueError(f"{k_pool.dtype=} must be {dtype=} for the jax-triton kernel")
     fixed, (k_pool, v_pool) = check_attention(
-        q, k_pool, v_pool, None, None, dtype=dtype, window=window, soft_cap=soft_cap, capability=capability
+        qkv, k_pool, v_pool, None, None, dtype=dtype, window=window, soft_cap=soft_cap, capability=capability
     )
     kernel = triton_kernel()
     try:
         import jax_triton
     except ImportError as error:
         raise ImportError(f"This kernel needs jax-triton: {INSTALL}") from error
-    num_seqs, num_heads, head_dim = q.shape
+    num_seqs, kv_heads, _, head_dim = qkv.shape
+    num_heads = kv_heads * fixed.group
+    q = scale_queries(fixed, qkv[:, :, :-2]).reshape(num_seqs, num_heads, head_dim)
     tuning = cap_splits(tuning or default_tuning(fixed), tables.shape[1])
     out, lse = jax_triton.triton_call(
-        scale_queries(fixed, q),
+        q,
         k_pool,
         v_pool,
         tables,
@@ -200,7 +202,7 @@ def paged_decode_jax_triton(
             jax.ShapeDtypeStruct((num_seqs, num_heads, tuning.max_splits, head_dim), jnp.float32),
             jax.ShapeDtypeStruct((num_seqs, num_heads, tuning.max_splits), jnp.float32),
         ),
-        grid=(num_seqs, num_heads // fixed.group, tuning.max_splits),
+        grid=(num_seqs, kv_heads, tuning.max_splits),
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         compute_capability=capability,

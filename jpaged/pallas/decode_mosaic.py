@@ -259,7 +259,7 @@ def _kernel(
 
 
 def paged_decode_mosaic(
-    q: jax.Array,
+    qkv: jax.Array,
     k_pool: jax.Array,
     v_pool: jax.Array,
     tables: jax.Array,
@@ -274,11 +274,11 @@ def paged_decode_mosaic(
     """Attention of the last token of each context.
 
     Args:
-      q: [S, H, D].
+      qkv: [S, K, G + 2, D]: of each KV head its queries, then its key and its value, which are not read.
       k_pool, v_pool: [N, K, 16, D] of `dtype`.
       tables: int32 [S, M]; entries past a context are not read.
       context_lens: int32 [S]; 0 gives zeros.
-      dtype: bfloat16 or float32; q is rounded to it, sums and weights are float32.
+      dtype: bfloat16 or float32; queries are rounded to it, sums and weights are float32.
       window, soft_cap: as in `ops.attention_xla.attend_tiles`.
       interpret: run on the CPU.
 
@@ -289,16 +289,18 @@ def paged_decode_mosaic(
       ValueError: shapes or dtypes that the kernel does not handle.
     """
     problem = unsupported(
-        head_dim=q.shape[2], block_size=k_pool.shape[2], dtype=dtype, group=q.shape[1] // k_pool.shape[1]
+        head_dim=qkv.shape[3], block_size=k_pool.shape[2], dtype=dtype, group=qkv.shape[2] - 2
     )
     if problem:
         raise ValueError(problem)
     if k_pool.dtype != dtype:
         raise ValueError(f"{k_pool.dtype=} must be {dtype=} for the Mosaic kernel")
     fixed, (k_pool, v_pool) = check_attention(
-        q, k_pool, v_pool, None, None, dtype=dtype, window=window, soft_cap=soft_cap, capability=90
+        qkv, k_pool, v_pool, None, None, dtype=dtype, window=window, soft_cap=soft_cap, capability=90
     )
-    num_seqs, num_heads, head_dim = q.shape
+    num_seqs, kv_heads, _, head_dim = qkv.shape
+    num_heads = kv_heads * fixed.group
+    q = scale_queries(fixed, qkv[:, :, :-2]).reshape(num_seqs, num_heads, head_dim)
     tuning = cap_splits(tuning or default_tuning(fixed), tables.shape[1])
     splits = tuning.max_splits
     warpgroups = -(-fixed.group // GROUP_HEADS)
@@ -310,7 +312,7 @@ def paged_decode_mosaic(
             jax.ShapeDtypeStruct((num_seqs, num_heads, splits, head_dim), jnp.float32),
             jax.ShapeDtypeStruct((num_seqs, num_heads, splits), jnp.float32),
         ),
-        grid=(num_seqs, num_heads // fixed.group, splits),
+        grid=(num_seqs, kv_heads, splits),
         grid_names=("sequence", "head", "split"),
         num_threads=warpgroups,
         thread_name="warpgroup",
@@ -327,7 +329,7 @@ def paged_decode_mosaic(
         ),
         kernel_name="paged_decode_mosaic",
         interpret=_interpreter() if interpret else None,
-    )(scale_queries(fixed, q), k_pool, v_pool, tables, context_lens)
+    )(q, k_pool, v_pool, tables, context_lens)
     return merge_ranges(fixed, tuning, context_lens, out, lse)
 
 

@@ -104,8 +104,8 @@ def query_tiles(
     return sequence, (tile - (end - tiles)[sequence]) * tile_rows
 
 
-def _kernel(*refs, fixed: Attention, tuning: Tuning, num_heads: int):
-    q_ref, *pool_refs, table_ref, start_ref, length_ref, sequence_ref, first_row_ref, out_ref = refs
+def _kernel(*refs, fixed: Attention, tuning: Tuning, kv_heads: int):
+    qkv_ref, *pool_refs, table_ref, start_ref, length_ref, sequence_ref, first_row_ref, out_ref = refs
     head = pl.program_id(1)
     group, tile_len = fixed.group, tuning.tile_blocks * fixed.block_size
     sequence, first_row = sequence_ref[0], first_row_ref[0]
@@ -119,7 +119,7 @@ def _kernel(*refs, fixed: Attention, tuning: Tuning, num_heads: int):
         row = first_row + jnp.arange(tuning.tile_rows, dtype=jnp.int32)  # [R]
         real = row < queries * group
         token = jnp.where(real, row, 0) // group
-        q = load_queries(fixed, q_ref, (start + token) * num_heads + head * group + row % group)
+        q = load_queries(fixed, qkv_ref, ((start + token) * kv_heads + head) * fixed.head_rows + row % group)
         position = jnp.where(real, begin + token, -1)
 
         def tile(index, state, *, masked: bool):
@@ -143,12 +143,12 @@ def _kernel(*refs, fixed: Attention, tuning: Tuning, num_heads: int):
         else:
             whole_tiles = jnp.maximum(first - fixed.window + 1, 0) // tile_len
         state = lax.fori_loop(whole_tiles, tiles, functools.partial(tile, masked=True), state)
-        place = (start + row // group) * num_heads + head * group + row % group
+        place = ((start + row // group) * kv_heads + head) * group + row % group
         store_result(fixed, out_ref, place, state, real)
 
 
 def paged_prefill(
-    q: jax.Array,
+    qkv: jax.Array,
     k_pool: jax.Array,
     v_pool: jax.Array,
     tables: jax.Array,
@@ -167,7 +167,7 @@ def paged_prefill(
     """Attention of packed tokens over their contexts.
 
     Args:
-      q: [T, H, D].
+      qkv: [T, K, G + 2, D].
       query_start: int32 [S + 1], cumulative from 0; sequence s has the packed tokens
         [query_start[s], query_start[s + 1]), the last ones of its context.
       context_lens: int32 [S], tokens in the pool, this step's included.
@@ -180,7 +180,7 @@ def paged_prefill(
       ValueError: shapes or dtypes that the kernel does not handle.
     """
     fixed, pools = check_attention(
-        q,
+        qkv,
         k_pool,
         v_pool,
         k_scale,
@@ -190,7 +190,8 @@ def paged_prefill(
         soft_cap=soft_cap,
         capability=capability,
     )
-    num_tokens, num_heads, head_dim = q.shape
+    num_tokens, kv_heads, _, head_dim = qkv.shape
+    num_heads = kv_heads * fixed.group
     tuning = tuning or default_tuning(fixed)
     # Padding is one more sequence, without a context. No tile of context overhangs the table.
     query_start = jnp.append(query_start, num_tokens)
@@ -201,10 +202,10 @@ def paged_prefill(
     # Rows past a tile's own are not stored, but their places must exist.
     out_shape = jax.ShapeDtypeStruct(((num_tokens + tuning.tile_rows) * num_heads, head_dim), jnp.float32)
     out = pl.pallas_call(
-        functools.partial(_kernel, fixed=fixed, tuning=tuning, num_heads=num_heads),
-        grid=(sequence.shape[0], num_heads // fixed.group),
+        functools.partial(_kernel, fixed=fixed, tuning=tuning, kv_heads=kv_heads),
+        grid=(sequence.shape[0], kv_heads),
         in_specs=[
-            whole((num_tokens * num_heads, head_dim)),
+            whole((num_tokens * kv_heads * fixed.head_rows, head_dim)),
             *pool_specs(pools, head_axis=1),
             whole(tables.shape),
             whole(query_start.shape),
@@ -217,5 +218,5 @@ def paged_prefill(
         compiler_params=triton.CompilerParams(num_warps=tuning.num_warps, num_stages=tuning.num_stages),
         interpret=interpret,
         name="paged_prefill",
-    )(q.reshape(-1, head_dim), *pools, tables, query_start, context_lens, sequence, first_row)
-    return out[: num_tokens * num_heads].reshape(q.shape)
+    )(qkv.reshape(-1, head_dim), *pools, tables, query_start, context_lens, sequence, first_row)
+    return out[: num_tokens * num_heads].reshape(num_tokens, num_heads, head_dim)

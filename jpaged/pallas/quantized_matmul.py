@@ -196,7 +196,7 @@ def quantized_matmul(
       bits, group: see `Matrix`.
 
     Returns:
-      float32 [T, X]; a row depends on its own x alone.
+      What adds up to it, float32 [P, T, X]; a row depends on its own x alone, P on the matrix.
 
     Raises:
       ValueError: more rows, or a matrix, than the kernel handles.
@@ -227,5 +227,4 @@ def quantized_matmul(
         interpret=interpret,
         name="quantized_matmul",
     )(x, data, *factors)
-    # One after the other, which XLA fuses with what follows: the order does not depend on a shape.
-    return functools.reduce(operator.add, (out[split, :num_rows] for split in range(tuning.splits)))
+    return out[:, :num_rows]

@@ -18,21 +18,24 @@ _TILE_VALUES = 2048  # of K, and as many of V, per program
 _NUM_WARPS = 4
 
 
-def _kernel(k_ref, v_ref, slot_ref, _k_pool, _v_pool, k_out, v_out, *, rows, block_size, kv_heads, parts):
-    row, place = _rows_and_places(k_ref.shape[0], slot_ref, rows, block_size, kv_heads)
+def _kernel(qkv_ref, slot_ref, _k_pool, _v_pool, k_out, v_out, *, rows, block_size, kv_heads, parts):
+    k_row, v_row, place = _rows_and_places(qkv_ref.shape[0], slot_ref, rows, block_size, kv_heads)
     for part in parts:
-        k_out[place, pl.ds(*part)] = k_ref[row, pl.ds(*part)].astype(k_out.dtype)
-        v_out[place, pl.ds(*part)] = v_ref[row, pl.ds(*part)].astype(v_out.dtype)
+        k_out[place, pl.ds(*part)] = qkv_ref[k_row, pl.ds(*part)].astype(k_out.dtype)
+        v_out[place, pl.ds(*part)] = qkv_ref[v_row, pl.ds(*part)].astype(v_out.dtype)
 
 
 def _rows_and_places(
     total: int, slot_ref, rows: int, block_size: int, kv_heads: int
-) -> tuple[jax.Array, jax.Array]:
-    """Which (token, head) rows a program stores, and in which rows of a pool."""
-    # Rows past the last repeat it: they store the same values in the same place.
-    row = jnp.minimum(pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32), total - 1)
-    slot = slot_ref[row // kv_heads]
-    return row, ((slot // block_size) * kv_heads + row % kv_heads) * block_size + slot % block_size
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Which of the `total` rows of qkv are the keys and values that a program stores, and where in a pool."""
+    heads = slot_ref.shape[0] * kv_heads
+    # Heads past the last repeat it: they store the same values in the same place.
+    head = jnp.minimum(pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32), heads - 1)
+    slot = slot_ref[head // kv_heads]
+    end = (head + 1) * (total // heads)
+    place = ((slot // block_size) * kv_heads + head % kv_heads) * block_size + slot % block_size
+    return end - 2, end - 1, place
 
 
 def _powers(size: int) -> tuple[tuple[int, int], ...]:
@@ -48,8 +51,7 @@ def _powers(size: int) -> tuple[tuple[int, int], ...]:
 def write_kv(
     k_pool: jax.Array,
     v_pool: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    qkv: jax.Array,
     slots: jax.Array,
     *,
     interpret: bool = False,
@@ -58,31 +60,31 @@ def write_kv(
 
     Args:
       k_pool, v_pool: [N, K, P, D]; where they are donated nothing else is touched or copied.
-      k, v: [T, K, D].
+      qkv: [T, K, X, D]: of each KV head the last two rows are its key and its value.
       slots: int32 [T], `block * P + offset`; padding tokens point into block 0, where the last
         write wins.
 
     Raises:
       ValueError: a pool whose offsets do not fit 32 bits.
     """
-    num_tokens, kv_heads, head_dim = k.shape
+    num_tokens, kv_heads, _, head_dim = qkv.shape
     block_size = k_pool.shape[2]
     check_pool_size(k_pool)
     parts = _powers(head_dim)
     rows = _TILE_VALUES // (1 << (head_dim - 1).bit_length())
-    flat = [x.reshape(-1, head_dim) for x in (k, v)]
+    flat = qkv.reshape(-1, head_dim)
     pools = [x.reshape(-1, head_dim) for x in (k_pool, v_pool)]
     out = pl.pallas_call(
         functools.partial(_kernel, rows=rows, block_size=block_size, kv_heads=kv_heads, parts=parts),
         grid=(pl.cdiv(num_tokens * kv_heads, rows),),
-        in_specs=[*(whole(x.shape) for x in flat), whole(slots.shape), *(whole(x.shape) for x in pools)],
+        in_specs=[whole(x.shape) for x in (flat, slots, *pools)],
         out_specs=[whole(x.shape) for x in pools],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pools],
-        input_output_aliases={3: 0, 4: 1},
+        input_output_aliases={2: 0, 3: 1},
         compiler_params=triton.CompilerParams(num_warps=_NUM_WARPS, num_stages=1),
         interpret=interpret,
         name="write_kv",
-    )(*flat, slots, *pools)
+    )(flat, slots, *pools)
     return out[0].reshape(k_pool.shape), out[1].reshape(v_pool.shape)
 
 
@@ -90,15 +92,15 @@ def write_kv(
 
 
 def _quantize_kernel(
-    k_ref, v_ref, slot_ref, *refs, rows: int, block_size: int, kv_heads: int, formats: tuple[str, str]
+    qkv_ref, slot_ref, *refs, rows: int, block_size: int, kv_heads: int, formats: tuple[str, str]
 ):
     pools = refs[len(refs) // 2 :]  # the first half are the same arrays, as inputs
-    row, place = _rows_and_places(k_ref.shape[0], slot_ref, rows, block_size, kv_heads)
-    for x_ref, format, data_ref, scale_ref in zip((k_ref, v_ref), formats, pools[:2], pools[2:], strict=True):
+    *places, place = _rows_and_places(qkv_ref.shape[0], slot_ref, rows, block_size, kv_heads)
+    for row, format, data_ref, scale_ref in zip(places, formats, pools[:2], pools[2:], strict=True):
         width = data_ref.shape[1]
         size = 1 << (width - 1).bit_length()
-        halves = range(0, x_ref.shape[1], width)  # two where a byte holds two values
-        parts = [load_rows(x_ref, (row,), offset, size, offset + width) for offset in halves]
+        halves = range(0, qkv_ref.shape[1], width)  # two where a byte holds two values
+        parts = [load_rows(qkv_ref, (row,), offset, size, offset + width) for offset in halves]
         top = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(part), axis=1) for part in parts))
         largest = LARGEST[format]
         scale = (top / largest).astype(scale_ref.dtype)
@@ -142,8 +144,7 @@ _ENCODE: dict[str, Callable[..., jax.Array]] = {"int8": _round, "fp8_e4m3": _enc
 
 def write_quantized_kv(
     pools: tuple[jax.Array, ...],
-    k: jax.Array,
-    v: jax.Array,
+    qkv: jax.Array,
     slots: jax.Array,
     *,
     formats: tuple[str, str],
@@ -159,15 +160,11 @@ def write_quantized_kv(
     Returns:
       the pools.
     """
-    num_tokens, kv_heads, head_dim = k.shape
+    num_tokens, kv_heads, _, head_dim = qkv.shape
     block_size = pools[0].shape[2]
     check_pool_size(pools[0])
     rows = _TILE_VALUES // (1 << (head_dim - 1).bit_length())
-    arguments = [
-        k.astype(jnp.float32).reshape(-1, head_dim),
-        v.astype(jnp.float32).reshape(-1, head_dim),
-        slots,
-    ]
+    arguments = [qkv.astype(jnp.float32).reshape(-1, head_dim), slots]
     data = [  # GPUs before Ada have no float8: its bits are stored
         lax.bitcast_convert_type(pool, jnp.uint8) if pool.dtype == jnp.float8_e4m3fn else pool
         for pool in pools[:2]

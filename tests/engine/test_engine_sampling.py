@@ -15,6 +15,7 @@ from conftest import tiny_config, tiny_params
 
 from jpaged.engine.engine import Engine
 from jpaged.models.transformer import forward, logits
+from jpaged.ops.attention import split_qkv
 from jpaged.request import RequestOutput
 from jpaged.sampling_params import SamplingParams
 
@@ -89,8 +90,9 @@ def dense(config, params):
     """Logits float64 [tokens, V] of a whole sequence: plain causal attention, no cache."""
     distance = np.arange(MAX_MODEL_LEN)[:, None] - np.arange(MAX_MODEL_LEN)[None, :]
 
-    def attend(layer, q, k, v):
-        k, v = (jnp.repeat(x, config.group_size, axis=1) for x in (k, v))
+    def attend(layer, qkv):
+        q, *kv = split_qkv(qkv)
+        k, v = (jnp.repeat(x, config.group_size, axis=1) for x in kv)
         scores = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * config.head_dim**-0.5
         weights = jax.nn.softmax(jnp.where((distance >= 0)[None], scores, -jnp.inf), axis=-1)
         return jnp.einsum("hqk,khd->qhd", weights, v, precision="highest")

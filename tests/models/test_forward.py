@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from conftest import tiny_config, tiny_params
 from jpaged import LLM, SamplingParams
 from jpaged.config import ModelConfig
 from jpaged.models.transformer import forward, logits
+from jpaged.ops.layers import linear, rms_norm
 
 BASE = dict(
     vocab_size=96,
@@ -100,9 +103,9 @@ def test_forward_can_be_differentiated():
     tokens = jnp.arange(5, 15, dtype=jnp.int32)
     causal = jnp.tril(jnp.ones((10, 10), bool))
 
-    def attend(layer, q, k, v):
+    def attend(layer, qkv):
         del layer
-        q = q.reshape(10, config.num_kv_heads, config.group_size, config.head_dim)
+        q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
         scores = jnp.einsum("tkgd,skd->kgts", q, k) * config.head_dim**-0.5
         weights = jax.nn.softmax(jnp.where(causal[None, None], scores, -jnp.inf), axis=-1)
         return jnp.einsum("kgts,skd->tkgd", weights, v).reshape(10, -1, config.head_dim)
@@ -121,3 +124,26 @@ def test_forward_can_be_differentiated():
     exact = sum(jnp.vdot(g, d) for g, d in zip(*map(jax.tree.leaves, (gradient, direction)), strict=True))
     assert exact > 0.1
     np.testing.assert_allclose(numeric, exact, rtol=2e-2)
+
+
+def test_values_pass_by_the_rotation_and_the_norms_as_they_are():
+    config = tiny_config(num_layers=1, qk_norm=True, qkv_bias=True)
+    K, G, D = config.num_kv_heads, config.group_size, config.head_dim
+    params = tiny_params(config)
+    layer = params.layers[0]
+    bias = np.array(layer.bqkv).reshape(K, G + 2, D)
+    bias[:, -1, 3], bias[:, -1, D - 2] = np.nan, np.inf
+    layer = dataclasses.replace(layer, bqkv=jnp.asarray(bias.ravel()))
+    params = dataclasses.replace(params, layers=(layer,))
+    tokens = jnp.arange(5, 10, dtype=jnp.int32)
+    seen = []
+
+    def attend(layer, qkv):
+        seen.append(qkv)
+        return jnp.zeros((5, K * G, D))
+
+    forward(params, config, tokens, jnp.arange(5, dtype=jnp.int32), attend)
+    normed = rms_norm(params.embed[tokens], layer.attn_norm, config.rms_norm_eps)
+    product = linear(normed, layer.wqkv, layer.bqkv).reshape(5, K, G + 2, D)
+    np.testing.assert_array_equal(seen[0][:, :, -1], product[:, :, -1])
+    assert np.isfinite(seen[0][:, :, :-1]).all()

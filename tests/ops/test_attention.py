@@ -186,7 +186,8 @@ class TestQuantizedPools:
         (dict(k_pool=np.zeros((4, 3, 16, 64), np.float32)), "must match"),
         (dict(k_pool=np.zeros((4, 2, 16, 48), np.float32)), "must match"),
         (dict(dtype="bfloat16"), "must be dtype='bfloat16' or one of"),
-        (dict(q=np.zeros((2, 3, 64), np.float32)), "num_heads=3 must be a multiple of kv_heads=2"),
+        (dict(qkv=np.zeros((2, 3, 4, 64), np.float32)), "qkv.shape=.* must be .*kv_heads=2"),
+        (dict(qkv=np.zeros((2, 2, 2, 64), np.float32)), "qkv.shape=.* must be .*query heads of each"),
         (
             dict(k_scale=np.zeros((4, 2, 16), np.float32)),
             "k_scale of a float32 pool must have the shape None",
@@ -196,7 +197,7 @@ class TestQuantizedPools:
 def test_kernels_refuse_what_they_cannot_run(changes, match):
     pool = np.zeros((4, 2, 16, 64), np.float32)
     arguments = dict(
-        q=np.zeros((2, 4, 64), np.float32), k_pool=pool, v_pool=pool, dtype="float32", capability=90
+        qkv=np.zeros((2, 2, 4, 64), np.float32), k_pool=pool, v_pool=pool, dtype="float32", capability=90
     )
     with pytest.raises(ValueError, match=match):
         pallas_decode.paged_decode(

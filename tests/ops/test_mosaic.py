@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import make_case
+from attention_cases import as_qkv, make_case
 
 from jpaged.pallas.decode_mosaic import Tuning, paged_decode_mosaic
 
@@ -21,7 +21,7 @@ def check(lens: list[int], tuning: Tuning, **options) -> None:
     def decode(q, k_pool, v_pool, *arguments, **options):
         pools = (jnp.asarray(pool.data) for pool in (k_pool, v_pool))
         options |= dict(dtype=k_pool.dtype, tuning=tuning, interpret=True)
-        return paged_decode_mosaic(q, *pools, *arguments, **options)
+        return paged_decode_mosaic(as_qkv(q, k_pool.num_heads), *pools, *arguments, **options)
 
     out = case.run_decode(decode)
     case.check([row[None][: min(n, 1)] for row, n in zip(out, lens, strict=True)])
@@ -63,8 +63,8 @@ def test_a_group_of_two_warpgroups():
 def test_the_kernel_refuses_what_it_cannot_run(changes, match):
     shape = dict(group=2, head_dim=64, block_size=16, dtype="float32", pool="float32") | changes
     pool = np.zeros((4, 2, shape["block_size"], shape["head_dim"]), shape["pool"])
-    q = np.zeros((1, 2 * shape["group"], shape["head_dim"]), np.float32)
+    qkv = np.zeros((1, 2, shape["group"] + 2, shape["head_dim"]), np.float32)
     with pytest.raises(ValueError, match=match):
         paged_decode_mosaic(
-            q, pool, pool, np.zeros((1, 2), np.int32), np.zeros(1, np.int32), dtype=shape["dtype"]
+            qkv, pool, pool, np.zeros((1, 2), np.int32), np.zeros(1, np.int32), dtype=shape["dtype"]
         )

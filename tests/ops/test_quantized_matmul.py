@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from jpaged.ops.attention import Backend
-from jpaged.ops.quantized import QuantizedMatrix, quantized_product
+from jpaged.ops.layers import linear
+from jpaged.ops.quantized import QuantizedMatrix
 from jpaged.pallas.quantized_matmul import MAX_ROWS, Matrix, Tuning, default_tuning, quantized_matmul
 
 RNG = np.random.default_rng(5)
@@ -42,7 +43,7 @@ def interpreted(x, data, scale, zero, *, bits, group, tuning=None):
 
 
 def product(x: jax.Array, w: dict[str, Any], tuning: Tuning | None = None) -> np.ndarray:
-    return np.asarray(interpreted(x, **w, tuning=tuning))
+    return np.asarray(interpreted(x, **w, tuning=tuning)).sum(axis=0)
 
 
 def rows_of_x(num_rows: int, rows: int, dtype: str) -> jax.Array:
@@ -163,5 +164,5 @@ def test_layouts_of_checkpoints_have_the_xla_forms_products_whether_or_not_the_k
         order=jnp.asarray(rng.permutation(rows)),
     )
     x = jnp.asarray(rng.standard_normal((3, rows)), "float32")
-    expected, found = (quantized_product(x, w, Backend(name)) for name in ("xla", "pallas_interpret"))
+    expected, found = (linear(x, w, backend=Backend(name)) for name in ("xla", "pallas_interpret"))
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4 * np.abs(expected).max())

@@ -651,3 +651,19 @@ def test_padding_in_the_dump_row_is_sampled_without_trouble():
         tokens, _, state = run(np.zeros((8, SMALL), np.float32), row_of, state, batch, variant=Variant.FULL)
     assert tokens.tolist() == [0] * 8
     assert np.asarray(state.output_counts)[:8].sum() == 0
+
+
+def test_one_pass_over_the_logits_finds_what_several_find():
+    logits = np.random.default_rng(0).standard_normal((7, 3000)).astype(np.float32)
+    logits[1, [40, 700, 2999]] = 9  # the first of equals
+    logits[2] = -np.inf
+    logits[3, ::2] = -np.inf
+    logits[4, 17] = np.inf
+    logits[5, 2999], logits[6] = np.nan, np.nan
+    several, once = (jax.jit(find)(logits) for find in (sampling._survey, sampling._survey_at_once))
+    for found, found_at_once in zip(several, once, strict=True):
+        np.testing.assert_array_equal(found[:5], found_at_once[:5])
+    for tokens in (several[1], once[1]):
+        assert (0 <= np.asarray(tokens)).all() and (np.asarray(tokens) < 3000).all()
+    np.testing.assert_array_equal(once[2], several[2])
+    assert once[2].tolist() == [True, True, False, False, False, False, False]

@@ -99,14 +99,16 @@ def dense_logits(checkpoint, ids: np.ndarray) -> np.ndarray:
     import jax.numpy as jnp
 
     from jpaged.models.transformer import forward, logits
+    from jpaged.ops.attention import split_qkv
 
     config, params = checkpoint.config, checkpoint.load_params("float32")
     distance = np.arange(len(ids))[:, None] - np.arange(len(ids))[None, :]
 
-    def attend(layer, q, k, v):
+    def attend(layer, qkv):
+        q, *kv = split_qkv(qkv)
         window = config.layer_windows[layer] or len(ids)
         seen = (distance >= 0) & (distance < window)
-        k, v = (np.repeat(np.asarray(x), config.group_size, axis=1) for x in (k, v))
+        k, v = (np.repeat(np.asarray(x), config.group_size, axis=1) for x in kv)
         scores = np.einsum("qhd,khd->hqk", np.asarray(q), k) * config.head_dim**-0.5
         scores = np.where(seen, scores, -np.inf)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))

@@ -151,9 +151,9 @@ def scores(config, params):
     """Logits of `IDS` with plain causal attention."""
     T = len(IDS)
 
-    def attend(layer, q, k, v):
+    def attend(layer, qkv):
         del layer
-        q = q.reshape(T, config.num_kv_heads, config.group_size, config.head_dim)
+        q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
         found = jnp.einsum("tkgd,skd->kgts", q, k) * config.head_dim**-0.5
         found = jnp.where(jnp.tril(jnp.ones((1, 1, T, T), bool)), found, -jnp.inf)
         return jnp.einsum("kgts,skd->tkgd", jax.nn.softmax(found), v).reshape(T, -1, config.head_dim)
