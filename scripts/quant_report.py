@@ -53,8 +53,17 @@ def main(argv: list[str] | None = None) -> int:
         "kv_cache_dtype": args.kv_cache_dtype,
         "quantization": args.quantization,
     }
+    notes = []
     if args.quantization == "int4" and args.model.startswith("smollm2"):
-        report["note"] = "this checkpoint's weights were 4-bit in groups of 32 before"
+        notes.append(
+            "this checkpoint's weights were 4-bit in groups of 32 before: its groups of 32 prove nothing"
+        )
+    if args.kv_cache_dtype == "fp8_e4m3":
+        notes.append(
+            "float8 has three bits of mantissa whatever the scale; int8 takes the same memory and is closer"
+        )
+    if notes:
+        report["note"] = "; ".join(notes)
     report |= compare(checkpoint.config, reference, quantized, ids, args.kv_cache_dtype, window=args.window)
     if args.json:
         print(json.dumps(report))
