@@ -30,7 +30,7 @@ from typing import Any
 import jax
 
 from jpaged.batch import init_row_state
-from jpaged.config import DTYPES, LARGEST, QUANTIZATIONS, EngineConfig, ModelConfig
+from jpaged.config import DTYPES, LARGEST, QUANTIZATIONS, EngineConfig, ModelConfig, check_int
 from jpaged.engine import steps
 from jpaged.engine.packing import Buckets, Packer
 from jpaged.engine.sizing import Sizes, device_pool_bytes, resolve_sizes
@@ -52,7 +52,7 @@ from jpaged.ops.attention import Backend
 from jpaged.ops.quantized import QuantizedMatrix
 from jpaged.ops.sampling import Variant
 from jpaged.pallas.add_norm import add_norm
-from jpaged.pallas.common import Attention, cap_splits
+from jpaged.pallas.common import MAX_POOL_ENTRIES, Attention, cap_splits
 from jpaged.pallas.decode import default_tuning
 from jpaged.pallas.quantized_matmul import quantized_matmul
 from jpaged.presets import PRESETS, preset
@@ -379,6 +379,7 @@ def compile_step(compiler: Compiler, name: str, args: argparse.Namespace) -> dic
         raise RuntimeError(
             f"only {memory.alias_size_in_bytes} bytes of the pools' {pools} are updated in place"
         )
+    state = jax.eval_shape(lambda: init_row_state(sizes.max_num_seqs, step.config.vocab_size))
     num_tokens = sizes.max_num_seqs if name == "decode_step" else sizes.max_num_batched_tokens
     quantized, whole = whole_matrices(program, step.params, num_tokens)
     return {
@@ -388,6 +389,7 @@ def compile_step(compiler: Compiler, name: str, args: argparse.Namespace) -> dic
         "launches": count_launches(compiler.thunks),
         "copies": program.copies(("params.", "cache."), but=quantized) + whole,
         "weight_bytes": step.weight_bytes,
+        "state_bytes": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)),
     }
 
 
@@ -555,11 +557,13 @@ def traffic_record(traffic: dict[str, Any]) -> dict[str, int]:
 
 def kv_tokens_fit(args: argparse.Namespace, found_steps: dict[str, dict[str, Any]]) -> int:
     """Tokens of the largest pool that fits beside the weights and the largest temporaries."""
-    weight_bytes = found_steps[STEPS[0]]["weight_bytes"]
+    step = found_steps[STEPS[0]]
     temporary_bytes = max(step["temp_bytes"] for step in found_steps.values())
-    left = pool_bytes(TARGETS[args.target], weight_bytes, temporary_bytes)
+    left = pool_bytes(TARGETS[args.target], step["weight_bytes"] + step["state_bytes"], temporary_bytes)
     size, config = EngineConfig().block_size, preset(args.model_config)
-    return left // bytes_per_block(config, size, kv_layout(config, args.kv_dtype)) * size
+    blocks = left // bytes_per_block(config, size, kv_layout(config, args.kv_dtype))
+    addressable = MAX_POOL_ENTRIES // (config.num_kv_heads * size * config.head_dim)
+    return max(0, min(blocks, addressable) - 1) * size  # less the null block
 
 
 def print_report(report: dict[str, Any], traffic: dict[str, Any] | None) -> None:
@@ -596,8 +600,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         default=EngineConfig().max_num_seqs,
         help="of the steps: sequences of the largest decode batch",
     )
-    parser.add_argument("--kernels-only", action="store_true")
-    parser.add_argument("--steps-only", action="store_true")
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument("--kernels-only", action="store_true")
+    part.add_argument("--steps-only", action="store_true")
     parser.add_argument("--quick", action="store_true", help="the presets' kernels, not the whole matrix")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -607,8 +612,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     try:
+        check_int("jobs", args.jobs, low=1)
         check_plugin()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     os.environ |= ENVIRONMENT

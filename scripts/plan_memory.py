@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         config = load_config(args.model)
         plan = plan_memory(
             config,
-            TARGETS[args.gpu].memory if args.gpu in TARGETS else int(args.gpu),
+            memory_of(args.gpu),
             weights=SHORT.get(args.weights, args.weights),
             kv=SHORT.get(args.kv, args.kv),
             context=min(8192, config.max_supported_len) if args.context is None else args.context,
@@ -46,12 +46,23 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def memory_of(gpu: str) -> int:
+    """Bytes of a named GPU, or the number that is given."""
+    if gpu in TARGETS:
+        return TARGETS[gpu].memory
+    if not gpu.isdecimal():
+        raise ValueError(f"gpu={gpu!r} must be one of {', '.join(TARGETS)}, or a number of bytes")
+    return int(gpu)
+
+
 def load_config(model: str) -> ModelConfig:
     """A preset's name, a directory with `config.json`, or such a file."""
     if model in PRESETS:
         return preset(model)
     path = Path(model)
     config = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+    if not isinstance(config, dict):
+        raise ValueError(f"model={model!r} must hold a JSON object, it holds a {type(config).__name__}")
     config.pop("quantization_config", None)  # --weights says how they are held
     return ModelConfig.from_hf(config)
 
@@ -59,7 +70,12 @@ def load_config(model: str) -> ModelConfig:
 def compiled_temporaries(args: argparse.Namespace) -> int | None:
     """Temporary bytes of the largest step as compiled for the GPU; `None` where that is not known."""
     default_sizes = args.max_num_seqs == 256
-    if not default_sizes or args.weights != "bf16" or args.gpu not in TARGETS or args.model not in PRESETS:
+    if (
+        not default_sizes
+        or SHORT.get(args.weights, args.weights) != "bfloat16"
+        or args.gpu not in TARGETS
+        or args.model not in PRESETS
+    ):
         return None
     try:
         check_plugin()

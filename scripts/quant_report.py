@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from jpaged import Engine, SamplingParams
-from jpaged.config import AS_STORED, DTYPES, LARGEST, QUANTIZATIONS, ModelConfig
+from jpaged.config import AS_STORED, DTYPES, LARGEST, QUANTIZATIONS, ModelConfig, check_int
 from jpaged.kv_cache import KVLayout, bytes_per_token, init_kv_cache
 from jpaged.models.transformer import Params, forward, logits
 from jpaged.ops import attention
@@ -38,10 +38,26 @@ NUM_PROMPTS, PROMPT_LEN, CONTINUATION_LEN = 8, 64, 64
 
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
+    try:
+        report = _report(args)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(report))
+        return 0
+    for key, value in report.items():
+        print(f"{key:26s} {value}")
+    return 0
+
+
+def _report(args: argparse.Namespace) -> dict[str, Any]:
+    if args.max_tokens is not None:
+        check_int("max_tokens", args.max_tokens, low=1)
     checkpoint = open_checkpoint(args.model)
     tokenizer = checkpoint.load_tokenizer()
     if tokenizer is None:
-        raise SystemExit(f"model={args.model!r} has no tokenizer")
+        raise ValueError(f"model={args.model!r} has no tokenizer")
     ids = tokenizer.encode(args.text.read_text(), add_special_tokens=False)[: args.max_tokens]
     reference = checkpoint.load_params(args.dtype)
     quantized = reference
@@ -64,13 +80,9 @@ def main(argv: list[str] | None = None) -> int:
         )
     if notes:
         report["note"] = "; ".join(notes)
-    report |= compare(checkpoint.config, reference, quantized, ids, args.kv_cache_dtype, window=args.window)
-    if args.json:
-        print(json.dumps(report))
-        return 0
-    for key, value in report.items():
-        print(f"{key:26s} {value}")
-    return 0
+    return report | compare(
+        checkpoint.config, reference, quantized, ids, args.kv_cache_dtype, window=args.window
+    )
 
 
 def compare(
@@ -88,8 +100,9 @@ def compare(
       ids: the text, at least `window` tokens; what does not fill a window is left out.
 
     Raises:
-      ValueError: the text is shorter than a window.
+      ValueError: a window is longer than the model's limit, or the text is shorter than a window.
     """
+    check_int("window", window, low=2, high=config.max_supported_len)
     if len(ids) < window:
         raise ValueError(f"the text has {len(ids)} tokens, at least window={window} are needed")
     dtype = str(reference.embed.dtype)

@@ -102,7 +102,7 @@ def run_with_kills(server: Server, sink: Path, kills: int) -> int:
     rng = random.Random(1)
     for done in range(kills):
         pid = server.start()
-        goal = (sink.stat().st_size if sink.exists() else 0) + rng.randrange(1, 2500)
+        goal = (sink.stat().st_size if sink.exists() else 0) + rng.randrange(1, 1000)
         while not (sink.exists() and sink.stat().st_size >= goal):
             time.sleep(0.001)
         os.kill(pid, signal.SIGKILL)

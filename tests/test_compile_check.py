@@ -12,6 +12,7 @@ import pytest
 
 from jpaged.gpu_compile import TARGETS
 from jpaged.models.transformer import QUANTIZED_FIELDS, abstract_params
+from jpaged.pallas.common import MAX_POOL_ENTRIES
 from jpaged.presets import preset
 
 ROOT = Path(__file__).parents[1]
@@ -34,6 +35,7 @@ STEP = {
     "launches": 500,
     "copies": [],
     "weight_bytes": 16 * GIB,
+    "state_bytes": GIB,
 }
 TRAFFIC = {"layer": [("dot.1", 3_000_000), ("add_norm", 500)], "traffic_bytes": 108, "floor_bytes": 100}
 
@@ -113,8 +115,15 @@ def test_the_report_is_one_json_object_and_the_pool_is_what_weights_and_temporar
     traffic = dict(launches_per_layer=2, traffic_bytes=108, floor_bytes=100)
     assert report["steps"] == {"decode_step": numbers | traffic, "prefill_step": numbers}
     block = 16 * 2 * 32 * 8 * 128 * 2  # 16 tokens, K and V, 32 layers, 8 heads of 128 values of 2 bytes
-    left = int(TARGETS["h200"].memory * 0.9) - 18 * GIB
-    assert report["kv_tokens_fit"] == left // block * 16 == 887680
+    left = int(TARGETS["h200"].memory * 0.9) - 19 * GIB
+    assert report["kv_tokens_fit"] == (left // block - 1) * 16
+
+
+def test_no_more_tokens_fit_than_kernels_can_address(script, capsys):
+    for name in ("decode_step", "prefill_step"):
+        script.results[name] = (STEP | {"temp_bytes": GIB}, None)
+    fit = json.loads(run(script, capsys, "--json", "--kv-dtype", "int4")[1])["kv_tokens_fit"]
+    assert fit == (MAX_POOL_ENTRIES // (8 * 16 * 128) - 1) * 16
 
 
 def test_a_model_that_does_not_fit_leaves_no_token(script, capsys):

@@ -21,6 +21,7 @@ from jpaged.ops.layers import (
     add_product,
     apply_rope,
     linear,
+    narrowed,
     rms_norm,
     rope_frequencies,
     rope_table,
@@ -150,7 +151,7 @@ def forward(
       attend: called once per layer, in order, with rotated queries and keys.
       backend: of products with quantized matrices, and of sums; kernels are not differentiable.
       split_products: for few tokens, with kernels: see `add_product`. What a layer writes most of, the
-        outputs of `w_gate_up`, is then rounded to the weights' dtype, in half the bytes.
+        outputs of `w_gate_up`, is then `narrowed`.
 
     Returns:
       Final hidden states [T, E], normalized, in float32 or as `add_product` rounds them; `logits` turns
@@ -176,7 +177,7 @@ def forward(
         x, h = add(x, out.reshape(-1, K * G * D), layer.wo, layer.bo, layer.mlp_norm)
         gate_up = product(h, layer.w_gate_up, layer.b_gate_up)
         if split_products:
-            gate_up = gate_up.astype(layer.mlp_norm.dtype)
+            gate_up = narrowed(gate_up, layer.mlp_norm.dtype)
         x, h = add(x, silu_gate(gate_up), layer.w_down, layer.b_down, norms[index + 1])
     return h
 

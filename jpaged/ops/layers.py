@@ -75,8 +75,7 @@ def add_product(
     Args:
       split: cuts the product over the rows of w into parts that a GPU computes side by side, which few
         tokens need to fill it. How depends on w's shape alone. The parts' sums are float32; they are
-        rounded to the weights' dtype, to be written and read in half the bytes, and added in float32.
-        A backend without kernels does not split.
+        written and read as `narrowed`, and added in float32. A backend without kernels does not split.
 
     Returns:
       float32 [T, X] each; kernels round the norm to the dtype of its weight, that of the operands of the
@@ -88,10 +87,15 @@ def add_product(
     if isinstance(w, QuantizedMatrix):
         parts = quantized_parts(h, w, backend)
     elif split:
-        parts = _product_parts(h, w, _num_parts(w.shape[0])).astype(norm.dtype)
+        parts = narrowed(_product_parts(h, w, _num_parts(w.shape[0])), norm.dtype)
     else:
         parts = linear(h, w)[None]
     return pallas_add_norm.add_norm(x, parts, b, norm, eps, interpret=backend.interpret)
+
+
+def narrowed(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """float32 x in half its bytes where the weights' dtype has float32's range: bfloat16, not float16."""
+    return x.astype(dtype) if dtype == jnp.bfloat16 else x
 
 
 def _num_parts(rows: int) -> int:
