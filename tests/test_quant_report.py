@@ -51,6 +51,12 @@ def test_fewer_bits_differ_more_and_save_more(compare):
     assert int8["worst_layer"] in (0, 1) and int8["worst_kv_head"] in (0, 1)
 
 
-def test_a_text_shorter_than_a_window_is_refused(script):
-    with pytest.raises(ValueError, match="the text has 700 tokens, at least window=800 are needed"):
-        script.compare(tiny_config(), None, None, [5] * 700, "int8", window=800)
+def test_windows_and_arguments_that_cannot_be_are_refused(script, capsys):
+    with pytest.raises(ValueError, match="the text has 70 tokens, at least window=80 are needed"):
+        script.compare(tiny_config(), None, None, [5] * 70, "int8", window=80)
+    for window, limit in ((1, "at least 2"), (513, "at most 512")):
+        with pytest.raises(ValueError, match=f"window={window} must be {limit}"):
+            script.compare(tiny_config(), None, None, [5] * 700, "int8", window=window)
+    assert script.main(["--model", "/nowhere"]) == 2
+    assert script.main(["--model", "/nowhere", "--max-tokens", "-1"]) == 2
+    assert "error: max_tokens=-1 must be at least 1" in capsys.readouterr().err

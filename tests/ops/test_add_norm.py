@@ -90,3 +90,16 @@ def test_the_parts_of_a_quantized_product_are_added_too(quantization):
     add = functools.partial(add_product, x, h, w, None, norm, eps=EPS, split=True)
     for got, expected in zip(add(backend=INTERPRETED), add(backend=XLA), strict=True):
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
+
+
+def test_parts_that_float16_cannot_hold_are_kept_in_float32():
+    rng = np.random.default_rng(0)
+    w = jnp.asarray(np.where(rng.random((1536, 64)) < 0.5, -6e4, 6e4), jnp.float16)
+    h = jnp.asarray(rng.uniform(1, 2, (2, 1536)), jnp.float16)
+    x, norm = jnp.zeros((2, 64)), jnp.ones(64, jnp.float16)
+    (total, rows), (want, _) = (
+        add_product(x, h, w, None, norm, eps=1e-5, backend=Backend(name), split=True)
+        for name in ("pallas_interpret", "xla")
+    )
+    assert np.abs(want).max() > 65504 and np.isfinite(rows).all()
+    np.testing.assert_allclose(total, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
