@@ -419,6 +419,13 @@ class EngineConfig:
         ):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), low=1)
+        if not isinstance(self.kv_cache_skip_layers, (list, tuple)):
+            raise ValueError(
+                f"kv_cache_skip_layers={self.kv_cache_skip_layers!r} must be a list or tuple of ints"
+            )
+        for layer in self.kv_cache_skip_layers:
+            check_int("kv_cache_skip_layers", layer, low=0)
+        object.__setattr__(self, "kv_cache_skip_layers", tuple(self.kv_cache_skip_layers))
         check_int("block_size", self.block_size, low=1)
         check_int("seed", self.seed, low=0, high=2**63 - 1)
         if not 0 < self.gpu_memory_utilization <= 1:

@@ -51,7 +51,7 @@ class KVLayout:
         for layer in skip_layers:
             if layer not in range(config.num_layers):
                 raise ValueError(
-                    f"kv_cache_skip_layers has {layer}; the model has {config.num_layers} layers"
+                    f"kv_cache_skip_layers has {layer!r}; the model has {config.num_layers} layers"
                 )
         formats = tuple(dtype if i in skip_layers else kv_cache_dtype for i in range(config.num_layers))
         return cls(dtype, k=tuple("int8" if f == "int4" else f for f in formats), v=formats)

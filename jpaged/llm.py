@@ -97,7 +97,7 @@ class LLM:
         options: dict[str, Any] = dict(
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
-            kv_cache_skip_layers=tuple(kv_cache_skip_layers),
+            kv_cache_skip_layers=kv_cache_skip_layers,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

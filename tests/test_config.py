@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jpaged.config import ModelConfig, RopeConfig
+from jpaged.config import EngineConfig, ModelConfig, RopeConfig
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -227,3 +227,10 @@ def test_dtype_is_the_checkpoints(spelling):
     assert ModelConfig.from_hf(hf("llama", **{spelling: "bfloat16"})).dtype == "bfloat16"
     assert ModelConfig.from_hf(hf("llama", **{spelling: "torch.float16"})).dtype == "float16"
     assert ModelConfig.from_hf(hf("llama")).dtype == "float32"
+
+
+@pytest.mark.parametrize("layers", [0, "01", None, {0}, (True,), ("0",), (1.0,), (-1,)])
+def test_layers_to_skip_are_a_list_or_tuple_of_ints(layers):
+    with pytest.raises(ValueError, match="kv_cache_skip_layers="):
+        EngineConfig(kv_cache_skip_layers=layers)
+    assert EngineConfig(kv_cache_skip_layers=[0, 2]).kv_cache_skip_layers == (0, 2)

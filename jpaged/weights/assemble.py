@@ -112,7 +112,8 @@ def assemble(
     Raises:
       ValueError: tensors are missing, unexpected, or there twice, one has a wrong shape, a tied
         output matrix differs from the embedding, a value does not fit `dtype`, `quantization` is not
-        one that the model's shapes allow, or quantized tensors do not make one quantized matrix.
+        one that the model's shapes allow, a value to quantize is not finite, or quantized tensors do
+        not make one quantized matrix.
     """
     out_dtype = numpy_dtype(dtype)
     abstract_params(config, dtype, quantization)  # refuses a shape or a name before anything is read
@@ -126,7 +127,7 @@ def assemble(
             _check_stored(sources, targets)
             leaf = _merged(stored, targets, dtype)
         elif quantization is not None and path[-1].name in QUANTIZED_FIELDS:
-            leaf = quantize_matrix(_filled(sources, targets, spec.shape, out_dtype), quantization)
+            leaf = _quantized(sources, _filled(sources, targets, spec.shape, out_dtype), quantization)
         else:
             leaf = jax.device_put(_filled(sources, targets, spec.shape, out_dtype))
         leaves.append(jax.block_until_ready(leaf))
@@ -222,6 +223,14 @@ def _check_alike(first: StoredMatrix, a: HostMatrix, other: StoredMatrix, b: Hos
     in_order = np.arange(0)  # stands for no order, and equals none
     if not np.array_equal(in_order if a.order is None else a.order, in_order if b.order is None else b.order):
         raise ValueError(f"{both} sort their rows into groups differently (g_idx)")
+
+
+def _quantized(sources: Sequence[Source], matrix: np.ndarray, quantization: str) -> QuantizedMatrix:
+    try:
+        return quantize_matrix(matrix, quantization)
+    except ValueError as error:
+        where = ", ".join(f"{source.name} in {source.origin}" for source in sources)
+        raise ValueError(f"{where}: {error}") from error
 
 
 def _filled(

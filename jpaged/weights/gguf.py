@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from jpaged.config import AS_STORED, ModelConfig, RopeConfig
+from jpaged.config import AS_STORED, ModelConfig, RopeConfig, check_int
 from jpaged.models.transformer import QUANTIZED_FIELDS, Params
 from jpaged.ops.layers import rope_frequencies
 from jpaged.weights import names
@@ -113,69 +113,97 @@ class GgufCheckpoint:
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
+MAX_NESTING = 8
+"""Arrays within arrays that metadata may hold."""
+
+MAX_AXES = 4
+"""Of a tensor, as in ggml."""
+
 
 def read_file(path: Path) -> GgufFile:
     """Reads the head of a GGUF file (version 2 or 3, little-endian).
 
     Raises:
-      ValueError: the file is not one, is broken or cut off, or is one part of a split model.
+      ValueError: the file is not one, is broken or cut off, or is one part of a split model; the message
+        names the file, and what of its head is broken.
     """
     with path.open("rb") as f:
         if f.read(4) != b"GGUF":
             raise ValueError(f"{path} is not a GGUF file")
+        head, place = _Head(f, path.stat().st_size - 4), "its start"
         try:
-            version, num_tensors, num_keys = struct.unpack("<IQQ", f.read(20))
+            version, num_tensors, num_keys = head.unpack("IQQ")
             if version not in (2, 3):
                 raise ValueError(
                     f"GGUF version {version} is not supported (or the file is big-endian); supported: 2, 3"
                 )
             metadata = {}
             for _ in range(num_keys):
-                key = _string(f)
-                metadata[key] = _value(f, _scalar(f, "I"))
-            heads = [_tensor_head(f) for _ in range(num_tensors)]
-            alignment = metadata.get("general.alignment", 32)
-            data = -(-f.tell() // alignment) * alignment
+                place = f"the key after {place}"
+                key = head.string()
+                place = key
+                (type_id,) = head.unpack("I")
+                metadata[key] = head.value(type_id)
+            place = "the list of its tensors"
+            heads = [head.tensor() for _ in range(num_tensors)]
         except (struct.error, KeyError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is broken or cut off: {error!r}") from error
-    if metadata.get("split.count", 1) > 1:
-        raise ValueError(f"{path} is one of {metadata['split.count']} parts; merge them into one file first")
+            raise ValueError(f"{path} is broken or cut off at {place}: {error!r}") from error
+        end = f.tell()
+    alignment, parts = metadata.get("general.alignment", 32), metadata.get("split.count", 1)
+    check_int(f"{path}: general.alignment", alignment, low=1)
+    check_int(f"{path}: split.count", parts, low=0)
+    if parts > 1:
+        raise ValueError(f"{path} is one of {parts} parts; merge them into one file first")
+    data = -(-end // alignment) * alignment
     found = {t.name: dataclasses.replace(t, offset=data + t.offset) for t in heads}
     if len(found) != len(heads):
         raise ValueError(f"{path} holds a tensor of the same name twice")
     return GgufFile(path, metadata, found)
 
 
-def _scalar(f: BinaryIO, code: str) -> Any:
-    size = struct.calcsize("<" + code)
-    return struct.unpack("<" + code, f.read(size))[0]
+class _Head:
+    """Reads a file's head piece by piece, and nothing that would end beyond the file.
 
+    What is broken raises `struct.error`, `KeyError` or `UnicodeDecodeError`.
+    """
 
-def _string(f: BinaryIO) -> str:
-    size = _scalar(f, "Q")
-    text = f.read(size)
-    if len(text) != size:
-        raise struct.error("a string ends beyond the file")
-    return text.decode()
+    def __init__(self, file: BinaryIO, left: int) -> None:
+        self._file, self._left = file, left
 
+    def _take(self, size: int) -> bytes:
+        if size > self._left:
+            raise struct.error(f"{size} bytes are needed, {self._left} are left")
+        self._left -= size
+        return self._file.read(size)
 
-def _value(f: BinaryIO, type_id: int) -> Any:
-    if type_id == _STRING:
-        return _string(f)
-    if type_id == _ARRAY:
-        item, count = struct.unpack("<IQ", f.read(12))
+    def unpack(self, codes: str) -> tuple[Any, ...]:
+        return struct.unpack("<" + codes, self._take(struct.calcsize("<" + codes)))
+
+    def string(self) -> str:
+        (size,) = self.unpack("Q")
+        return self._take(size).decode()
+
+    def value(self, type_id: int, depth: int = 0) -> Any:
+        if type_id == _STRING:
+            return self.string()
+        if type_id != _ARRAY:
+            return self.unpack(_SCALARS[type_id])[0]
+        if depth == MAX_NESTING:
+            raise struct.error(f"arrays are nested deeper than {MAX_NESTING}")
+        item, count = self.unpack("IQ")
         if item in _SCALARS:
-            size = struct.calcsize("<" + _SCALARS[item])
-            return list(struct.unpack(f"<{count}{_SCALARS[item]}", f.read(count * size)))
-        return [_value(f, item) for _ in range(count)]
-    return _scalar(f, _SCALARS[type_id])
+            code = _SCALARS[item]
+            content = self._take(count * struct.calcsize("<" + code))
+            return list(struct.unpack(f"<{count}{code}", content))
+        return [self.value(item, depth + 1) for _ in range(count)]
 
-
-def _tensor_head(f: BinaryIO) -> GgufTensor:
-    name = _string(f)
-    shape = tuple(_scalar(f, "Q") for _ in range(_scalar(f, "I")))
-    type_id, offset = struct.unpack("<IQ", f.read(12))
-    return GgufTensor(name, shape[::-1], type_id, offset)
+    def tensor(self) -> GgufTensor:
+        name = self.string()
+        (axes,) = self.unpack("I")
+        if not 1 <= axes <= MAX_AXES:
+            raise struct.error(f"tensor {name} has {axes} axes, must have 1 to {MAX_AXES}")
+        shape = self.unpack(f"{axes}Q")
+        return GgufTensor(name, shape[::-1], *self.unpack("IQ"))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -334,6 +362,7 @@ class _Keys:
             key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)
         }
         self._prefix = prefix
+        self._path = file.path
         self._asked = set(_HARMLESS)
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -346,13 +375,28 @@ class _Keys:
             raise ValueError(f"the GGUF file has no {self._prefix}{name}")
         return value
 
-    def per_layer(self, name: str) -> int | None:
-        """An integer, possibly given once for each layer."""
-        value = self.get(name)
-        if isinstance(value, list):
-            self.refuse(name, unless=len(set(value)) == 1)
-            return value[0]
+    def integer(self, name: str, default: int | None = None) -> int:
+        """An integer of at least 1; required where there is no default."""
+        value = self.required(name) if default is None else self.get(name, default)
+        check_int(f"{self._path}: {self._prefix}{name}", value, low=1)
         return value
+
+    def per_layer(self, name: str, default: int | None = None) -> int:
+        """As `integer`, possibly given once for each layer."""
+        value = self.get(name)
+        if not isinstance(value, list):
+            return self.integer(name, default)
+        self.refuse(name, unless=bool(value) and all(item == value[0] for item in value))
+        check_int(f"{self._path}: {self._prefix}{name}[0]", value[0], low=1)
+        return value[0]
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number; required where there is no default."""
+        value = self.required(name) if default is None else self.get(name, default)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value):
+            raise ValueError(f"{self._path}: {self._prefix}{name}={value!r} must be a finite number")
+        return float(value)
 
     def refuse(self, name: str, *, unless: bool) -> None:
         if self.get(name) is not None and not unless:
@@ -375,14 +419,15 @@ def read_config(file: GgufFile) -> ModelConfig:
         the message names the key.
     """
     architecture = file.metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise ValueError(
-            f"GGUF architecture {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+            f"{file.path}: general.architecture={architecture!r} is not supported; "
+            f"supported: {', '.join(ARCHITECTURES)}"
         )
     keys = _Keys(file, architecture)
-    hidden = keys.required("embedding_length")
-    heads = keys.per_layer("attention.head_count") or keys.required("attention.head_count")
-    head_dim = keys.get("attention.key_length", hidden // heads)
+    hidden = keys.integer("embedding_length")
+    heads = keys.per_layer("attention.head_count")
+    head_dim = keys.integer("attention.key_length", hidden // heads)
     keys.refuse("attention.value_length", unless=keys.get("attention.value_length") == head_dim)
     keys.refuse("rope.dimension_count", unless=keys.get("rope.dimension_count") == head_dim)
     for name in ("expert_count", "expert_used_count", "attention.sliding_window"):
@@ -390,13 +435,13 @@ def read_config(file: GgufFile) -> ModelConfig:
     config = ModelConfig(
         vocab_size=_vocab_size(file),
         hidden_size=hidden,
-        intermediate_size=keys.per_layer("feed_forward_length") or keys.required("feed_forward_length"),
-        num_layers=keys.required("block_count"),
+        intermediate_size=keys.per_layer("feed_forward_length"),
+        num_layers=keys.integer("block_count"),
         num_heads=heads,
-        num_kv_heads=keys.per_layer("attention.head_count_kv") or heads,
+        num_kv_heads=keys.per_layer("attention.head_count_kv", heads),
         head_dim=head_dim,
-        max_position_embeddings=keys.required("context_length"),
-        rms_norm_eps=keys.required("attention.layer_norm_rms_epsilon"),
+        max_position_embeddings=keys.integer("context_length"),
+        rms_norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
         rope=_rope(file, keys, head_dim),
         tie_word_embeddings="output.weight" not in file.tensors,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
@@ -404,8 +449,8 @@ def read_config(file: GgufFile) -> ModelConfig:
         mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
         qk_norm=architecture == "qwen3",
         dtype="bfloat16",
-        eos_token_ids=_eos_ids(file.metadata),
-        bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
+        eos_token_ids=_token_ids(file, "eos", "eot", "eom"),  # the end of a text, a turn, a message
+        bos_token_id=next(iter(_token_ids(file, "bos")), None),
         architecture=ARCHITECTURES[architecture],
     )
     keys.refuse_the_rest()
@@ -419,17 +464,24 @@ def _vocab_size(file: GgufFile) -> int:
     return embedding.shape[0]
 
 
-def _eos_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """Ids that end a sequence: of the text, of a turn, of a message."""
-    found = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-    return tuple(dict.fromkeys(token for token in found if token is not None))
+def _token_ids(file: GgufFile, *names: str) -> tuple[int, ...]:
+    """Ids of the special tokens `names`, as far as the file has them."""
+    found = {}
+    for name in names:
+        key = f"tokenizer.ggml.{name}_token_id"
+        if key in file.metadata:
+            check_int(f"{file.path}: {key}", file.metadata[key])
+            found[file.metadata[key]] = True
+    return tuple(found)
 
 
 def _rope(file: GgufFile, keys: _Keys, head_dim: int) -> RopeConfig:
-    theta = float(keys.get("rope.freq_base", 10000.0))
+    theta = keys.number("rope.freq_base", 10000.0)
     kind = keys.get("rope.scaling.type", "none")
-    factor = float(keys.get("rope.scaling.factor", 0.0))
-    original = keys.get("rope.scaling.original_context_length") or keys.required("context_length")
+    factor = keys.number("rope.scaling.factor", 0.0)
+    original = keys.integer("context_length")
+    if keys.get("rope.scaling.original_context_length"):  # 0: not set
+        original = keys.integer("rope.scaling.original_context_length")
     keys.refuse("rope.scale_linear", unless=keys.get("rope.scale_linear") == 1.0)
     base = RopeConfig(theta=theta, original_max_position=original)
     if "rope_freqs.weight" in file.tensors:
@@ -451,11 +503,11 @@ def _yarn(keys: _Keys, base: RopeConfig) -> RopeConfig:
     keys.refuse(
         "rope.scaling.yarn_log_multiplier", unless=keys.get("rope.scaling.yarn_log_multiplier") == 0.0
     )
-    scale = keys.get("rope.scaling.attn_factor", 1.0) * keys.get("rope.scaling.yarn_attn_factor", 1.0)
+    scale = keys.number("rope.scaling.attn_factor", 1.0) * keys.number("rope.scaling.yarn_attn_factor", 1.0)
     return dataclasses.replace(
         base,
-        beta_fast=keys.get("rope.scaling.yarn_beta_fast", 32.0),
-        beta_slow=keys.get("rope.scaling.yarn_beta_slow", 1.0),
+        beta_fast=keys.number("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0),
         attention_factor=None if scale == 1.0 else scale * (0.1 * math.log(base.factor) + 1.0),
     )
 

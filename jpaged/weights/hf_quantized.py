@@ -66,14 +66,19 @@ def _gptq(config: Mapping[str, Any]) -> Scheme:
     layout = config.get("checkpoint_format") or config.get("format") or "gptq"
     _allow("checkpoint_format", str(layout).lower(), ("gptq", "gptq_v2"))
     _allow("is_marlin_format", config.get("is_marlin_format", False), (False,))
-    for pattern in config.get("dynamic") or {}:  # "-:" leaves a module alone, which its tensors say too
+    for field in ("adapter", "rotation"):  # each changes what the matrices compute
+        if config.get(field):
+            _refuse(field, config[field], "none")
+    for pattern in _mapping(
+        "dynamic", config.get("dynamic")
+    ):  # "-:" leaves a module alone, which its tensors say too
         if not str(pattern).startswith("-:"):
             _refuse("dynamic", config["dynamic"], "one scheme for all quantized modules")
     return Scheme(
         "gptq",
         _allow("bits", config.get("bits"), BITS),
         _group_size(config.get("group_size"), config.get("bits")),
-        has_order=bool(config.get("desc_act", False)),
+        has_order=_flag("desc_act", config.get("desc_act", False)),
         zeros_less_one=str(layout).lower() == "gptq",
     )
 
@@ -92,19 +97,20 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
     _allow("format", config.get("format"), ("pack-quantized",))
     _allow("quantization_status", config.get("quantization_status") or "compressed", ("compressed", "frozen"))
     _allow("kv_cache_scheme", config.get("kv_cache_scheme"), (None,))
-    sparsity = config.get("sparsity_config") or {}
+    sparsity = _mapping("sparsity_config", config.get("sparsity_config"))
     _allow("sparsity_config.format", sparsity.get("format", "dense"), ("dense",))
     if config.get("transform_config"):
         _refuse("transform_config", config["transform_config"], "none")
-    groups = config.get("config_groups") or {}
+    groups = _mapping("config_groups", config.get("config_groups"))
     if len(groups) != 1:
         _refuse("config_groups", list(groups), "one scheme for all quantized modules")
     ((name, group),) = groups.items()
+    group = _mapping(f"config_groups.{name}", group)
     prefix = f"config_groups.{name}."
     for field in ("input_activations", "output_activations"):
         _allow(prefix + field, group.get(field), (None,))
     _allow(prefix + "format", group.get("format") or "pack-quantized", ("pack-quantized",))
-    weights, prefix = group.get("weights") or {}, prefix + "weights."
+    weights, prefix = _mapping(prefix + "weights", group.get("weights")), prefix + "weights."
     _allow(prefix + "type", weights.get("type", "int"), ("int",))
     _allow(prefix + "dynamic", weights.get("dynamic", False), (False,))
     bits = _allow(prefix + "num_bits", weights.get("num_bits"), BITS)
@@ -116,7 +122,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
         bits,
         -1 if strategy == "channel" else _group_size(size, bits),
         has_order=weights.get("actorder") in ("group", "dynamic", True),
-        symmetric=bool(weights.get("symmetric", True)),
+        symmetric=_flag(prefix + "symmetric", weights.get("symmetric", True)),
     )
 
 
@@ -126,6 +132,19 @@ def _group_size(value: Any, bits: int | None) -> int:
     check_int("quantization_config.group_size", value, low=1)
     if bits == 4 and value % 2:
         _refuse("group_size", value, "even numbers, or -1 for all rows")
+    return value
+
+
+def _mapping(field: str, value: Any) -> Mapping[str, Any]:
+    """A field that holds fields; none where it is `None`."""
+    if value is not None and not isinstance(value, Mapping):
+        _refuse(field, value, "a mapping")
+    return value or {}
+
+
+def _flag(field: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        _refuse(field, value, "true and false")
     return value
 
 
@@ -154,17 +173,23 @@ def stored_matrices(
       scheme: how matrices are quantized.
 
     Raises:
-      ValueError: a part of a matrix is missing, or has a shape that does not fit; the message names it.
+      ValueError: a part of a matrix is missing or there twice, or has a shape that does not fit; the message
+        names it.
     """
     parts: dict[str, dict[str, SourceTensor]] = {}
     rest: list[Source] = []
     known = _parts(scheme, 0, 0, 1)
     for tensor in tensors:
         module, _, part = tensor.name.rpartition(".")
-        if part in known and f"{module}.weight" in targets:
-            parts.setdefault(module, {})[part] = tensor
-        else:
+        target = targets.get(f"{module}.weight")
+        if part not in known or target is None or len(target.shape) != 2:
             rest.append(tensor)
+            continue
+        first = parts.setdefault(module, {}).setdefault(part, tensor)
+        if first is not tensor:
+            raise ValueError(
+                f"tensor {tensor.name} is there more than once: in {first.origin} and {tensor.origin}"
+            )
     # AutoGPTQ gave each module a bias once, of zeros where the model has none.
     unused = {f"{module}.bias" for module in parts if f"{module}.bias" not in targets}
     rest = [tensor for tensor in rest if tensor.name not in unused or _is_nonzero(tensor)]
@@ -175,7 +200,9 @@ def stored_matrices(
 
 
 def _is_nonzero(tensor: Source) -> bool:
-    return not isinstance(tensor, SourceTensor) or bool(tensor.read(0, tensor.shape[0]).any())
+    if not isinstance(tensor, SourceTensor) or len(tensor.shape) != 1:
+        return True
+    return bool(tensor.read(0, tensor.shape[0]).any())
 
 
 def _stored_matrix(
@@ -306,7 +333,8 @@ def _order(parts: Mapping[str, SourceTensor], scheme: Scheme, groups: int, group
         return None
     index = _array(parts, name)
     # Without activation order GPTQ files may hold zeros there, and compressed-tensors -1 for "not set".
-    if (index < 0).all() or (not scheme.has_order and not index.any()):
+    is_unset = scheme.method == "compressed-tensors" and (index < 0).all()
+    if is_unset or (not scheme.has_order and not index.any()):
         return None
     order = np.argsort(index, kind="stable").astype(np.int32)
     if not np.array_equal(index[order], np.repeat(np.arange(groups), group)):

@@ -172,7 +172,8 @@ def _tensor(file: Path, data: int, size: int, name: str, entry: dict[str, Any]) 
         shape, (begin, end), dtype = tuple(entry["shape"]), entry["data_offsets"], _DTYPES.get(entry["dtype"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} is broken at tensor {name}: {entry!r}") from error
-    if data + end > size or (dtype is not None and end - begin != math.prod(shape) * dtype.itemsize):
+    is_valid = all(type(n) is int and n >= 0 for n in (*shape, begin, end)) and begin <= end <= size - data
+    if not is_valid or (dtype is not None and end - begin != math.prod(shape) * dtype.itemsize):
         raise ValueError(f"{file} is broken or cut off at tensor {name}: {entry!r}")
 
     def read(start: int, stop: int) -> np.ndarray:

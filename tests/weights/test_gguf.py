@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 import pytest
 
@@ -223,6 +225,10 @@ def test_rope_divisors_of_one_change_nothing_and_unknown_ones_are_refused(lab, t
         ({"rope.scaling.factor": 2.0}, "llama.rope.scaling.factor=2.0"),
         ({"attention.clamp_kqv": 8.0}, "llama.attention.clamp_kqv is not supported"),
         ({"context_length": None}, "no llama.context_length"),
+        ({"attention.head_count": 0}, "model.gguf: llama.attention.head_count=0 must be at least 1"),
+        ({"attention.head_count_kv": ["2", "2"]}, r"head_count_kv\[0\]='2' must be an int"),
+        ({"embedding_length": "x"}, "model.gguf: llama.embedding_length='x' must be an int"),
+        ({"rope.freq_base": "x"}, "model.gguf: llama.rope.freq_base='x' must be a finite number"),
     ],
 )  # fmt: skip
 def test_metadata_that_is_not_supported_is_refused_by_name(lab, tmp_path, metadata, words):
@@ -272,6 +278,46 @@ def test_files_that_are_cut_off_or_foreign_are_refused(lab, tmp_path):
         broken.write_bytes(content)
         with pytest.raises(ValueError, match=words):
             load(broken)
+
+
+def entry(key, type_id, content):
+    """A key of the metadata, as the file has it."""
+    return struct.pack("<Q", len(key)) + key.encode() + struct.pack("<I", type_id) + content
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (entry("general.alignment", 4, struct.pack("<I", 0)), "general.alignment=0 must be at least 1"),
+        (entry("general.alignment", 8, struct.pack("<Q", 1) + b"x"), "general.alignment='x' must be an int"),
+        (entry("split.count", 8, struct.pack("<Q", 1) + b"2"), "split.count='2' must be an int"),
+        (
+            struct.pack("<Q", 2**63),
+            "at the key after its start: .*9223372036854775808 bytes are needed, 0 are left",
+        ),
+        (entry("a", 8, struct.pack("<Q", 2**40)), "at a: .*1099511627776 bytes are needed"),
+        (entry("a", 9, struct.pack("<IQ", 4, 2**62)), f"at a: .*{2**64} bytes are needed"),
+        (entry("a", 9, struct.pack("<IQ", 8, 2**64 - 1)), "at a: .*8 bytes are needed"),
+        (entry("a", 9, struct.pack("<IQ", 9, 1) * 5000), "at a: .*arrays are nested deeper than 8"),
+        (entry("a", 99, b""), "at a: KeyError"),
+        (
+            entry("general.architecture", 9, struct.pack("<IQ", 4, 0)),
+            r"general.architecture=\[\] is not supported",
+        ),
+    ],
+)
+def test_a_broken_head_is_refused_with_the_file_and_the_key(tmp_path, content, words):
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + content)
+    with pytest.raises(ValueError, match=f"bad.gguf.*{words}"):
+        open_checkpoint(tmp_path / "bad.gguf")
+
+
+@pytest.mark.parametrize("axes", [0, 5, 2**32 - 1])
+def test_a_tensor_has_one_to_four_axes(tmp_path, axes):
+    tensor = struct.pack("<Q", 1) + b"t" + struct.pack("<I", axes) + bytes(64)
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + tensor)
+    with pytest.raises(ValueError, match=f"bad.gguf is broken .*tensor t has {axes} axes"):
+        open_checkpoint(tmp_path / "bad.gguf")
 
 
 def test_without_the_gguf_package_the_error_says_how_to_install_it(lab, tmp_path, monkeypatch):

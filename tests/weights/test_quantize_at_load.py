@@ -127,3 +127,12 @@ def test_loading_30_layers_takes_less_than_1_3_times_their_bfloat16_size(lab, tm
     _, peak = lab.measure_loading(path, "bfloat16", quantization)
     assert size > 50e6
     assert peak < 1.3 * size
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_values_that_are_not_finite_are_refused_with_the_tensors_that_hold_them(lab, tmp_path, quantization):
+    model = lab.tiny()
+    model.tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = np.nan
+    path = lab.write_hf(tmp_path, model)
+    with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj.weight in model.safetensors.* not finite"):
+        open_checkpoint(path).load_params("float32", quantization)

@@ -495,6 +495,10 @@ def write_large(path: Path, model) -> Path:
         (GPTQ | dict(checkpoint_format="marlin"), "checkpoint_format='marlin' .* supported: gptq, gptq_v2"),
         (GPTQ | dict(is_marlin_format=True), "is_marlin_format=True"),
         (GPTQ | dict(dynamic={"+:.*mlp.*": {"bits": 8}}), "dynamic=.* supported: one scheme"),
+        (GPTQ | dict(dynamic=["-:.*mlp.*"]), "dynamic=.* supported: a mapping"),
+        (GPTQ | dict(adapter={"name": "lora", "rank": 64}), "adapter=.* is not supported"),
+        (GPTQ | dict(rotation="hadamard"), "rotation='hadamard' is not supported"),
+        (GPTQ | dict(desc_act="false"), "desc_act='false' is not supported; supported: true and false"),
         (AWQ | dict(version="gemv"), "version='gemv' is not supported; supported: gemm"),
         (AWQ | dict(bits=8), "bits=8 is not supported; supported: 4"),
         (AWQ | dict(zero_point=False), "zero_point=False"),
@@ -506,6 +510,11 @@ def write_large(path: Path, model) -> Path:
         (compressed_config(INT4, config_groups={}), "config_groups="),
         (compressed_config(INT4, sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config.format="),
         (compressed_config(INT4, transform_config={"config_groups": {"R1": 0}}), "transform_config="),
+        (compressed_config(INT4, config_groups=[{"weights": INT4}]), "config_groups=.* a mapping"),
+        (compressed_config(INT4, config_groups={"group_0": "W4A16"}), "config_groups.group_0='W4A16'"),
+        (compressed_config([4]), r"config_groups.group_0.weights=\[4\] is not supported"),
+        (compressed_config(INT4, sparsity_config="dense"), "sparsity_config='dense' is not supported"),
+        (compressed_config(INT4 | dict(symmetric="false")), "weights.symmetric='false' is not supported"),
         (compressed_config(INT4 | dict(num_bits=3)), "config_groups.group_0.weights.num_bits=3"),
         (compressed_config(INT4 | dict(type="float")), "weights.type='float'"),
         (compressed_config(INT4 | dict(strategy="block")), "weights.strategy='block'"),
@@ -541,6 +550,24 @@ def recast(name, dtype):
         (GPTQ, gptq, cut(f"{Q}.g_idx"), f"tensor {Q}.g_idx in model.safetensors has shape (63,)"),
         (GPTQ, gptq, lambda t: t.pop(f"{Q}.qzeros"), f"tensor {Q}.qzeros is missing"),
         (GPTQ | dict(desc_act=True), gptq, lambda t: t.pop(f"{Q}.g_idx"), f"tensor {Q}.g_idx is missing"),
+        (
+            GPTQ | dict(desc_act=True),
+            gptq,
+            lambda t: t.update({f"{DOWN}.g_idx": np.full(128, -1, np.int32)}),
+            f"tensor {DOWN}.g_idx in model.safetensors does not put 32 rows into each of 4 groups",
+        ),
+        (
+            GPTQ,
+            gptq,
+            lambda t: t.update({"model.norm.qweight": np.zeros((8, 8), np.int32)}),
+            "1 unexpected: model.norm.qweight",
+        ),
+        (
+            GPTQ,
+            gptq,
+            lambda t: t.update({f"{Q}.bias": np.zeros((8, 8), np.float16)}),
+            f"1 unexpected: {Q}.bias",
+        ),
         (GPTQ | dict(group_size=64), gptq, None, "group_size=64 needs (2, "),
         (GPTQ | dict(group_size=48), gptq, None, "has 128 input rows, not a multiple of group_size=48"),
         (GPTQ | dict(bits=8), gptq, None, "with bits=8 and group_size=32 needs (32, "),
@@ -615,6 +642,15 @@ def test_tensors_that_do_not_fit_are_refused_by_name(lab, tmp_path, config, pack
     integers = dict(group=32, symmetric=True, ordered=bool(config.get("desc_act")))
     path, _ = write(lab, tmp_path, config, packer, integers, change=change)
     with pytest.raises(ValueError, match=re.escape(words)):
+        open_checkpoint(path).load_params()
+
+
+def test_a_part_of_a_matrix_in_two_files_is_refused_with_both(lab, tmp_path):
+    path, _ = write(lab, tmp_path, GPTQ, gptq, dict(group=32, symmetric=True))
+    part = {f"{DOWN}.scales": safetensors.numpy.load_file(path / "model.safetensors")[f"{DOWN}.scales"]}
+    safetensors.numpy.save_file(part, path / "old.safetensors")
+    words = f"{DOWN}.scales is there more than once: in model.safetensors and old.safetensors"
+    with pytest.raises(ValueError, match=words):
         open_checkpoint(path).load_params()
 
 

@@ -214,6 +214,29 @@ def test_files_that_are_cut_off_or_foreign_are_refused(lab, tmp_path):
             load(path)
 
 
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        ("data_offsets", [-128, 0]),
+        ("data_offsets", [256, 128]),
+        ("data_offsets", [0.0, 128.0]),
+        ("data_offsets", ["0", "128"]),
+        ("shape", [-32]),
+        ("shape", ["32"]),
+    ],
+)
+def test_offsets_and_shapes_that_cannot_be_are_refused(lab, tmp_path, entry, value):
+    file = lab.write_hf(tmp_path, lab.tiny()) / "model.safetensors"
+    whole = file.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + length])
+    header["model.norm.weight"][entry] = value
+    changed = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(changed)) + changed + whole[8 + length :])
+    with pytest.raises(ValueError, match="broken or cut off at tensor model.norm.weight"):
+        load(tmp_path)
+
+
 def test_pickled_weights_are_never_read(lab, tmp_path):
     path = lab.write_hf(tmp_path, lab.tiny())
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
