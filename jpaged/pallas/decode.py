@@ -68,7 +68,7 @@ def default_tuning(fixed: Attention) -> Tuning:
         split_blocks=512 // fixed.block_size,
         max_splits=16,
         num_warps=min(4, fixed.block_size * fixed.value_row_bytes // (16 * 32)),
-        num_stages=2 if fixed.dtype == "float32" else 3,
+        num_stages=2 if fixed.dtype == "float32" or fixed.soft_cap is not None else 3,
     )
 
 

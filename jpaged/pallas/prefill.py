@@ -66,7 +66,7 @@ def default_tuning(fixed: Attention) -> Tuning:
     elif fixed.dtype == "float32":
         rows, tokens, stages = 64, 32, 2
     elif wide and fixed.quantized:
-        rows, tokens, stages = 16, 32 if fixed.packed_values else 16, 2
+        rows, tokens, stages = (16, 32, 2) if fixed.packed_values else (16, 16, 1)
     elif wide:
         rows, tokens, stages = 32 if masked else 64, 32, 2
     elif fixed.packed_values:
