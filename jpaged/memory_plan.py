@@ -16,7 +16,7 @@ from jpaged.batch import init_row_state
 from jpaged.config import LARGEST, QUANTIZATIONS, ModelConfig, check_int
 from jpaged.kv_cache import KVLayout, bytes_per_block, bytes_per_token
 from jpaged.models.transformer import Params, abstract_params
-from jpaged.pallas.common import MAX_POOL_ENTRIES
+from jpaged.pallas.common import addressable_blocks
 
 WEIGHTS = ("bfloat16", "float16", "float32", *QUANTIZATIONS)
 KV_FORMATS = ("bfloat16", "float16", "float32", *LARGEST)
@@ -105,8 +105,7 @@ def plan_memory(
     token, block = bytes_per_token(config, layout), bytes_per_block(config, block_size, layout)
     usable = int(memory_bytes * utilization)
     left = usable - sum(parts.values()) - state_bytes - temporary_bytes
-    entries = config.num_kv_heads * block_size * config.head_dim
-    blocks = min(left // block, MAX_POOL_ENTRIES // entries) - 1  # less the null block
+    blocks = min(left // block, addressable_blocks(config, block_size)) - 1  # less the null block
     if blocks < 1:
         raise ValueError(
             f"memory_bytes={memory_bytes} leaves no room for a KV block of {block} bytes: {usable} usable, "

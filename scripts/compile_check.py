@@ -52,7 +52,7 @@ from jpaged.ops.attention import Backend
 from jpaged.ops.quantized import QuantizedMatrix
 from jpaged.ops.sampling import Variant
 from jpaged.pallas.add_norm import add_norm
-from jpaged.pallas.common import MAX_POOL_ENTRIES, Attention, cap_splits
+from jpaged.pallas.common import Attention, addressable_blocks, cap_splits
 from jpaged.pallas.decode import default_tuning
 from jpaged.pallas.quantized_matmul import quantized_matmul
 from jpaged.presets import PRESETS, preset
@@ -562,8 +562,7 @@ def kv_tokens_fit(args: argparse.Namespace, found_steps: dict[str, dict[str, Any
     left = pool_bytes(TARGETS[args.target], step["weight_bytes"] + step["state_bytes"], temporary_bytes)
     size, config = EngineConfig().block_size, preset(args.model_config)
     blocks = left // bytes_per_block(config, size, kv_layout(config, args.kv_dtype))
-    addressable = MAX_POOL_ENTRIES // (config.num_kv_heads * size * config.head_dim)
-    return max(0, min(blocks, addressable) - 1) * size  # less the null block
+    return max(0, min(blocks, addressable_blocks(config, size)) - 1) * size  # less the null block
 
 
 def print_report(report: dict[str, Any], traffic: dict[str, Any] | None) -> None:

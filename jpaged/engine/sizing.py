@@ -9,7 +9,7 @@ import jax
 
 from jpaged.config import EngineConfig, ModelConfig
 from jpaged.kv_cache import KVLayout, bytes_per_block
-from jpaged.pallas.common import MAX_POOL_ENTRIES
+from jpaged.pallas.common import addressable_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +66,7 @@ def resolve_sizes(
     if (
         platform != "cpu" and engine.num_kv_blocks is None
     ):  # what the kernels can address, null block included
-        entries = model.num_kv_heads * engine.block_size * model.head_dim
-        blocks = min(blocks, MAX_POOL_ENTRIES // entries - 1)
+        blocks = min(blocks, addressable_blocks(model, engine.block_size) - 1)
     if blocks < 1:
         raise ValueError(f"the KV cache has no room for one block of {block_bytes} bytes; {_HINT}")
     if engine.max_model_len is None and blocks * engine.block_size < max_model_len:

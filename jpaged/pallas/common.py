@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton
 
+from jpaged.config import ModelConfig
+
 LOG2_E = 1.4426950408889634
 NEVER = -1e30  # initial maximum: finite, so that exp2(-inf - NEVER) is 0 and not NaN
 MIN_ROWS = 16  # least rows of a tensor-core product
@@ -173,6 +175,11 @@ def check_attention(
         soft_cap=soft_cap,
     )
     return fixed, pools
+
+
+def addressable_blocks(config: ModelConfig, block_size: int) -> int:
+    """Blocks of a layer's pool whose offsets fit 32 bits, the null block included."""
+    return MAX_POOL_ENTRIES // (config.num_kv_heads * block_size * config.head_dim)
 
 
 def check_pool_size(k_pool: jax.Array) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from quantized_cases import dequantized
 
 from jpaged.llm import LLM
 from jpaged.models.transformer import QUANTIZED_FIELDS, forward, logits
@@ -119,23 +121,7 @@ def write(lab, path: Path, config: dict, packer, integers: dict, *, family="llam
 # -- reading --------------------------------------------------------------------------------------
 
 
-def values(w: QuantizedMatrix) -> np.ndarray:
-    """float32 [in, out] in the order of the input, row by row."""
-    data, scale = np.asarray(w.data), np.asarray(w.scale, np.float32)
-    rows = len(data) * (8 // w.bits)
-    out = np.empty((rows, data.shape[1]), np.float32)
-    order = np.arange(rows) if w.order is None else np.asarray(w.order)
-    half = w.group // 2
-    for row in range(rows):
-        group, place = divmod(row, w.group)
-        if w.bits == 8:
-            q = data[row].astype(np.float32)
-        else:
-            byte = data[group * half + place % half]
-            q = (byte >> 4 if place >= half else byte & 15).astype(np.float32)
-        zero = 0 if w.zero is None else np.asarray(w.zero, np.float32)[group]
-        out[order[row]] = (q - zero) * scale[group]
-    return out
+values = functools.partial(dequantized, dtype=np.float32)
 
 
 def fields(params):
