@@ -103,9 +103,11 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Trace]]
                 else:
                     engines[name] = Peer(name, path, args)
             runs: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
-            for _ in range(args.repeat):
+            for turn in range(1, args.repeat + 1):
                 for name, engine in engines.items():
                     runs[name].append(engine.run())
+                    rate = runs[name][-1]["output_tokens_per_s"]
+                    print(f"turn {turn} of {args.repeat}: {name} {_text(rate)} output/s", file=sys.stderr)
         finally:
             for engine in engines.values():
                 engine.close()

@@ -117,10 +117,12 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
     size = weights.get("group_size")
     strategy = weights.get("strategy") or ("channel" if size in (None, -1) else "group")
     _allow(prefix + "strategy", strategy, ("group", "channel"))
+    if strategy == "channel":
+        size = _allow(prefix + "group_size", -1 if size is None else size, (-1,))
     return Scheme(
         "compressed-tensors",
         bits,
-        -1 if strategy == "channel" else _group_size(size, bits),
+        _group_size(size, bits),
         has_order=weights.get("actorder") in ("group", "dynamic", True),
         symmetric=_flag(prefix + "symmetric", weights.get("symmetric", True)),
     )
