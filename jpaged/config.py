@@ -350,7 +350,7 @@ _ROPE_FLOATS = (
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", *DTYPES),
     "kv_cache_dtype": ("auto", *DTYPES, *LARGEST),
-    "attention_backend": ("auto", "xla", "pallas", "pallas_interpret", "mosaic", "jax_triton"),
+    "attention_backend": ("auto", "xla", "cpu", "pallas", "pallas_interpret", "mosaic", "jax_triton"),
     "prefix_cache": ("radix", "hash", "off"),
     "eviction_policy": ("lru", "lfu", "fifo"),
     "schedule_policy": ("fcfs", "lpm", "dfs"),
@@ -374,9 +374,10 @@ class EngineConfig:
       kv_cache_memory_bytes: size of the pool when `num_kv_blocks` is not given. On a CPU the
         default is the smaller of 2 GiB and what `max_num_seqs` sequences of `max_model_len` need.
       gpu_memory_utilization: share of the GPU's memory that weights, temporaries and pool may use.
-      attention_backend: `xla` runs anywhere; `pallas` are the GPU kernels; `pallas_interpret` runs those
-        kernels in an interpreter, slowly; `mosaic` (Hopper) and `jax_triton` have other kernels for decode;
-        `auto` takes `pallas` where it can run, else `xla`. What is chosen by name never falls back.
+      attention_backend: `xla` runs anywhere; `cpu` is the same with a compiled decode; `pallas` are the GPU
+        kernels; `pallas_interpret` runs those in an interpreter, slowly; `mosaic` (Hopper) and `jax_triton`
+        have other kernels for decode; `auto` takes `pallas` or `cpu` where it can run, else `xla`. What is
+        chosen by name never falls back.
       prefix_cache: `radix` finds the longest cached prefix to the token, `hash` to the block, `off`
         computes every prompt.
       eviction_policy: which unused cached blocks go first: `lru`, `lfu` or `fifo`.
@@ -398,7 +399,9 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
-    attention_backend: Literal["auto", "xla", "pallas", "pallas_interpret", "mosaic", "jax_triton"] = "auto"
+    attention_backend: Literal["auto", "xla", "cpu", "pallas", "pallas_interpret", "mosaic", "jax_triton"] = (
+        "auto"
+    )
     prefix_cache: Literal["radix", "hash", "off"] = "radix"
     eviction_policy: Literal["lru", "lfu", "fifo"] = "lru"
     schedule_policy: Literal["fcfs", "lpm", "dfs"] = "fcfs"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import logging
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,7 @@ from jpaged.pallas.common import unsupported
 
 logger = logging.getLogger(__name__)
 
+CPU_FORMATS = ("float32", "bfloat16")  # of pools that `attention_cpu` reads
 MIN_CAPABILITY = 80  # tensor cores for bfloat16, asynchronous copies
 
 
@@ -34,9 +36,9 @@ class Backend:
     """How attention and quantized products are computed: a static argument of the compiled steps.
 
     Attributes:
-      name: `xla`; `pallas`, kernels lowered through Triton; `pallas_interpret`, the same kernels run by
-        Pallas' interpreter, slowly, on any device; `mosaic` and `jax_triton`, those kernels with
-        another one for decode.
+      name: `xla`; `cpu`, the same with a compiled decode; `pallas`, kernels lowered through Triton;
+        `pallas_interpret`, the same kernels run by Pallas' interpreter, slowly, on any device; `mosaic` and
+        `jax_triton`, those kernels with another one for decode.
       capability: of the GPU, 10 * major + minor; 0 where there is none.
     """
 
@@ -45,7 +47,8 @@ class Backend:
 
     @property
     def uses_kernels(self) -> bool:
-        return self.name != "xla"
+        """Whether Pallas kernels do what XLA otherwise does."""
+        return self.name not in ("xla", "cpu")
 
     @property
     def interpret(self) -> bool:
@@ -58,7 +61,8 @@ XLA = Backend("xla")
 def resolve_backend(choice: str, config: ModelConfig, *, block_size: int, layout: KVLayout) -> Backend:
     """The backend for the default device.
 
-    `auto` takes the Pallas kernels where they can run, XLA elsewhere; what is chosen by name must run.
+    `auto` takes the Pallas kernels where they can run, on a CPU its own decode, XLA elsewhere; what is chosen
+    by name must run.
 
     Raises:
       NotImplementedError: the backend cannot run on this device.
@@ -75,10 +79,11 @@ def resolve_backend(choice: str, config: ModelConfig, *, block_size: int, layout
         return ValueError(f"attention_backend={name!r} cannot run this model: {problem}") if problem else None
 
     if choice == "auto":
-        reason = refusal("pallas")
-        if reason and device.platform == "gpu":
-            logger.warning("attention is computed by XLA: %s", reason)
-        choice = "xla" if reason else "pallas"
+        choice = "cpu" if device.platform == "cpu" else "pallas"
+        if reason := refusal(choice):
+            if device.platform == "gpu":
+                logger.warning("attention is computed by XLA: %s", reason)
+            choice = "xla"
     elif error := refusal(choice):
         raise error
     return Backend(choice, capability)
@@ -94,6 +99,10 @@ def _lacking(name: str, device: jax.Device, capability: int) -> str | None:
     """What the machine lacks for a backend, or `None`."""
     if name in ("xla", "pallas_interpret"):
         return None
+    if name == "cpu":
+        if device.platform != "cpu":
+            return f"the default device is a {device.platform}"
+        return None if os.name == "posix" else "it needs POSIX threads"
     if device.platform != "gpu":
         return f"the default device is a {device.platform}, not a GPU"
     if capability < MIN_CAPABILITY:
@@ -112,6 +121,9 @@ def _unsupported(name: str, config: ModelConfig, block_size: int, layout: KVLayo
     if name == "xla":
         return None
     formats = sorted({*layout.k, *layout.v})
+    if name == "cpu":
+        unread = [format for format in formats if format not in CPU_FORMATS]
+        return f"its decode cannot read a KV cache in {unread[0]}" if unread else None
     for format in formats:
         dtype = layout.dtype if format in LARGEST else format
         shapes: dict[str, Any] = dict(head_dim=config.head_dim, block_size=block_size, dtype=dtype)
@@ -189,6 +201,10 @@ def paged_decode(
     qkv = _rotated(qkv, k_pool, v_pool)
     if not backend.uses_kernels:
         q, _, _ = split_qkv(qkv)
+        if backend.name == "cpu":
+            from jpaged.ops import attention_cpu  # brings a compiler with it
+
+            return attention_cpu.paged_decode(q, k_pool, v_pool, tables, context_lens, **options)
         out = attention_xla.paged_decode(q, k_pool, v_pool, tables, context_lens, **options)
         return rotate(out, v_pool)
     (k_data, k_scale), (v_data, v_scale) = device_arrays(k_pool), device_arrays(v_pool)

@@ -74,7 +74,9 @@ def resolve(monkeypatch, choice, device, config: ModelConfig | None = None, **op
         (FakeDevice("gpu"), dict(block_size=8), "xla"),
         (FakeDevice("gpu"), dict(config=tiny_config(head_dim=48)), "xla"),
         (FakeDevice("gpu", "gfx942"), {}, "xla"),  # as AMD's say it
-        (FakeDevice("cpu"), {}, "xla"),
+        (FakeDevice("cpu"), {}, "cpu"),
+        (FakeDevice("cpu"), dict(dtype="float16"), "xla"),
+        (FakeDevice("cpu"), dict(kv_cache_dtype="int8"), "xla"),
     ],
     ids=str,
 )
@@ -99,6 +101,14 @@ def test_auto_takes_the_kernels_where_they_can_run(monkeypatch, device, options,
             NotImplementedError,
             "jax_triton is not installed: pip install",
         ),
+        (
+            "cpu",
+            FakeDevice("gpu"),
+            {},
+            NotImplementedError,
+            "'cpu' cannot run here: the default device is a gpu",
+        ),
+        ("cpu", FakeDevice("cpu"), dict(dtype="float16"), ValueError, "cannot read a KV cache in float16"),
         ("pallas", FakeDevice("gpu"), dict(block_size=8), ValueError, "block_size=8 must be 16"),
         ("pallas_interpret", FakeDevice("cpu"), dict(block_size=128), ValueError, "block_size=128"),
         (
