@@ -33,9 +33,22 @@ THREAD_TOKENS = 256  # of context, times KV heads: what is worth a thread
 _TARGET = "jpaged_paged_decode"
 _WORKER = "jpaged_paged_decode_worker"
 
+
+def _kept(decorator: Any, *arguments: Any, **options: Any) -> Any:
+    """A decorator of Numba's that keeps machine code on disk, if there is a folder for it."""
+
+    def decorate(function: Any) -> Any:
+        try:
+            return decorator(*arguments, cache=True, **options)(function)
+        except RuntimeError:  # no folder can be written
+            return decorator(*arguments, **options)(function)
+
+    return decorate
+
+
 # Sums may be reordered, which vector instructions need; NaN and infinities keep their meaning.
-_compiled: Any = functools.partial(
-    numba.njit, nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz", "arcp"}
+_compiled = _kept(
+    numba.njit, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz", "arcp"}
 )
 
 
@@ -65,16 +78,14 @@ def paged_decode(
 
 
 @functools.cache
-def _register() -> None:
-    """Compiles the handler, or loads it from Numba's cache, and makes it known to XLA."""
-    worker = numba.cfunc(types.int64(types.int64), cache=True)(_worker)
-    llvmlite.binding.add_symbol(_WORKER, worker.address)  # found by name, so that the handler can be cached
-    handler = numba.cfunc(types.int64(types.int64), cache=True)(_handler)
+def _register() -> tuple[Any, Any]:
+    """Compiles the handler, or loads it, and makes it known to XLA. What it returns keeps the code alive."""
+    as_callback = _kept(numba.cfunc, types.int64(types.int64))
+    worker = as_callback(_worker)
+    llvmlite.binding.add_symbol(_WORKER, worker.address)  # found by name, so that the handler can be kept
+    handler = as_callback(_handler)
     jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(handler.ctypes), platform="cpu")
-    _compiled_functions.extend((worker, handler))
-
-
-_compiled_functions: list[Any] = []  # machine code lives as long as these
+    return worker, handler
 
 
 def _num_threads() -> int:
