@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jpaged.gpu_compile import TARGETS
-from jpaged.models.transformer import QUANTIZED_FIELDS, abstract_params
+from jpaged.models.transformer import MATRICES, abstract_params
 from jpaged.pallas.common import MAX_POOL_ENTRIES
 from jpaged.presets import preset
 
@@ -223,7 +223,7 @@ def test_whole_quantized_matrices_are_found_by_their_size_unless_activations_hav
     prefixes, found = script.whole_matrices(
         program, abstract_params(config, "bfloat16", "int4"), num_tokens=E
     )
-    assert prefixes == tuple(f"params.layers[0].{name}." for name in QUANTIZED_FIELDS)
+    assert prefixes == tuple(f"params.layers[0].{name}." for name in MATRICES)
     # With E tokens, outputs of products have the sizes of `gate_up` and `dequantized`.
     assert found == [
         ("a quantized matrix in repacked", E * F // 2),

@@ -20,7 +20,7 @@ from jpaged.engine import steps
 from jpaged.engine.packing import Buckets, PackedStep, Packer, RowSetup, declare_buckets
 from jpaged.engine.sizing import Sizes
 from jpaged.kv_cache import KVCache, KVLayout, init_kv_cache
-from jpaged.models.transformer import Params
+from jpaged.models.transformer import Params, transposed
 from jpaged.ops.attention import Backend
 from jpaged.ops.quantized import QuantizedMatrix
 from jpaged.ops.sampling import Variant
@@ -98,12 +98,13 @@ class ModelRunner:
         deterministic: bool,
     ):
         self.config = config
-        self.params = _committed(params)
         self.sizes = sizes
         self.layout = layout
         self.backend = backend
         self.deterministic = deterministic
         self.platform = jax.default_backend()
+        self._given = _shapes(params)
+        self.params = self._laid_out(params)
         self._restore()
         slow_single = self.platform == "cpu" and layout.dtype != "float32"  # XLA's CPU matrix-vector products
         self.buckets = declare_buckets(
@@ -166,10 +167,16 @@ class ModelRunner:
 
     def update_params(self, params: Params) -> None:
         """Takes other weights of the same shapes and dtypes."""
-        old, new = (jax.tree.map(lambda x: (x.shape, str(x.dtype)), p) for p in (self.params, params))
-        if old != new:
+        if _shapes(params) != self._given:
             raise ValueError("the new params differ from the old ones in structure, shape or dtype")
-        self.params = _committed(params)
+        self.params = self._laid_out(params)
+
+    def _laid_out(self, params: Params) -> Params:
+        """On the device, in the order in which this backend's products read them."""
+        float32 = params.embed.dtype == jnp.float32
+        if self.platform == "cpu" and float32 and not (self.backend.uses_kernels or self.deterministic):
+            params = transposed(params)
+        return _committed(params)
 
     def _dispatch(self, batch: Any, variant: Variant) -> StepOutput:
         arguments = (self.params, self.cache, self.state, batch)
@@ -345,6 +352,10 @@ def temporary_bytes(
     analysis = compiled.memory_analysis()
     assert analysis is not None, "the compiler does not tell the program's memory"
     return analysis.temp_size_in_bytes
+
+
+def _shapes(params: Params) -> Any:
+    return jax.tree.map(lambda x: (x.shape, str(x.dtype)), params)
 
 
 def _committed(tree: Any) -> Any:

@@ -7,6 +7,7 @@ schedules or sampling.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from flax import struct
 from jpaged.config import ModelConfig
 from jpaged.ops.attention import XLA, Backend
 from jpaged.ops.layers import (
+    TransposedMatrix,
     add_product,
     apply_rope,
     linear,
@@ -36,25 +38,26 @@ class LayerParams:
     """Weights of one layer; products are `x @ w`. Absent biases and norms are `None`.
 
     The columns of `wqkv` are grouped by KV head: for each, its `G` query heads, its key head, its
-    value head, so that a split over KV heads is a split of columns. The four matrices may be quantized.
+    value head, so that a split over KV heads is a split of columns. The four matrices may be quantized, or
+    `TransposedMatrix`.
     """
 
     attn_norm: jax.Array  # [E]
-    wqkv: jax.Array | QuantizedMatrix  # [E, K * (G + 2) * D]
+    wqkv: jax.Array | QuantizedMatrix | TransposedMatrix  # [E, K * (G + 2) * D]
     bqkv: jax.Array | None  # [K * (G + 2) * D]
     q_norm: jax.Array | None  # [D]
     k_norm: jax.Array | None  # [D]
-    wo: jax.Array | QuantizedMatrix  # [H * D, E]
+    wo: jax.Array | QuantizedMatrix | TransposedMatrix  # [H * D, E]
     bo: jax.Array | None  # [E]
     mlp_norm: jax.Array  # [E]
-    w_gate_up: jax.Array | QuantizedMatrix  # [E, 2 * F]: the gate's columns, then up's
+    w_gate_up: jax.Array | QuantizedMatrix | TransposedMatrix  # [E, 2 * F]: the gate's columns, then up's
     b_gate_up: jax.Array | None  # [2 * F]
-    w_down: jax.Array | QuantizedMatrix  # [F, E]
+    w_down: jax.Array | QuantizedMatrix | TransposedMatrix  # [F, E]
     b_down: jax.Array | None  # [E]
 
 
-QUANTIZED_FIELDS = ("wqkv", "wo", "w_gate_up", "w_down")
-"""Fields of `LayerParams` that `quantization` applies to."""
+MATRICES = ("wqkv", "wo", "w_gate_up", "w_down")
+"""Fields of `LayerParams` that are operands of products: those that `quantization` applies to."""
 
 
 @struct.dataclass
@@ -107,6 +110,19 @@ def abstract_params(
         final_norm=spec(E),
         lm_head=None if config.tie_word_embeddings else spec(config.vocab_size, E),
     )
+
+
+def transposed(params: Params) -> Params:
+    """The same model with the layers' float matrices as `TransposedMatrix`."""
+
+    def turn(w: Any) -> Any:
+        return w if isinstance(w, QuantizedMatrix | TransposedMatrix) else TransposedMatrix(jnp.array(w.T))
+
+    layers = tuple(
+        dataclasses.replace(layer, **{name: turn(getattr(layer, name)) for name in MATRICES})
+        for layer in params.layers
+    )
+    return dataclasses.replace(params, layers=layers)
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype | str | None = None) -> Params:

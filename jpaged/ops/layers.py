@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax import lax
 
 from jpaged.config import RopeConfig
@@ -28,6 +29,21 @@ PART_ROWS = 768
 """Rows of the matrix in a part of a split product, at least: every part is written and read."""
 
 
+FEW_ROWS = 32
+"""Rows of a float32 product for which the weights come first: see `TransposedMatrix`."""
+
+
+@struct.dataclass
+class TransposedMatrix:
+    """The matrix w [E, X] of a product `x @ w`, stored as its transpose [X, E], for a CPU.
+
+    XLA's CPU products pack their second operand anew each time. For few rows of x that takes longer than the
+    product itself if it is w, so w comes first, and in the order in which it then is read.
+    """
+
+    data: jax.Array
+
+
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Root mean square normalization over the last axis, in float32. Zhang & Sennrich, 2019.
 
@@ -40,7 +56,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 def linear(
     x: jax.Array,
-    w: jax.Array | QuantizedMatrix,
+    w: jax.Array | QuantizedMatrix | TransposedMatrix,
     b: jax.Array | None = None,
     *,
     backend: Backend = XLA,
@@ -54,6 +70,8 @@ def linear(
         # One after the other, which XLA fuses with what follows: the order does not depend on a shape.
         parts = quantized_parts(x, w, backend)
         y = functools.reduce(operator.add, (parts[part] for part in range(parts.shape[0])))
+    elif isinstance(w, TransposedMatrix):
+        y = _transposed_product(x, w.data)
     else:
         y = _product(x, w, (((1,), (0,)), ((), ())))
     return y if b is None else y + b.astype(jnp.float32)[None, :]
@@ -62,7 +80,7 @@ def linear(
 def add_product(
     x: jax.Array,
     h: jax.Array,
-    w: jax.Array | QuantizedMatrix,
+    w: jax.Array | QuantizedMatrix | TransposedMatrix,
     b: jax.Array | None,
     norm: jax.Array,
     *,
@@ -84,6 +102,7 @@ def add_product(
     if not backend.uses_kernels:
         x = x + linear(h, w, b)
         return x, rms_norm(x, norm, eps)
+    assert not isinstance(w, TransposedMatrix), "kernels read matrices as they are"
     if isinstance(w, QuantizedMatrix):
         parts = quantized_parts(h, w, backend)
     elif split:
@@ -111,7 +130,16 @@ def _product_parts(x: jax.Array, w: jax.Array, num: int) -> jax.Array:
 
 def unembed(x: jax.Array, w: jax.Array) -> jax.Array:
     """Logits `x @ w.T`: x [S, E], w [V, E] -> float32 [S, V]."""
-    return _product(x, w, (((1,), (1,)), ((), ())))
+    return _transposed_product(x, w)
+
+
+def _transposed_product(x: jax.Array, w: jax.Array) -> jax.Array:
+    """`x @ w.T`: x [T, E], w [X, E] -> float32 [T, X]."""
+    dimensions = (((1,), (1,)), ((), ()))
+    if w.dtype == jnp.float32 and x.shape[0] <= FEW_ROWS:
+        product = lax.dot_general(w, x, dimensions, precision=lax.Precision.HIGHEST)
+        return lax.optimization_barrier(product).T  # or XLA makes it the other product again
+    return _product(x, w, dimensions)
 
 
 def _product(x: jax.Array, w: jax.Array, dimensions: Any) -> jax.Array:

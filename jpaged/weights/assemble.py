@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from jpaged.config import DTYPES, ModelConfig
-from jpaged.models.transformer import QUANTIZED_FIELDS, Params, abstract_params
+from jpaged.models.transformer import MATRICES, Params, abstract_params
 from jpaged.ops.quantized import QuantizedMatrix, quantize_matrix
 from jpaged.weights import names
 from jpaged.weights.names import Target
@@ -126,7 +126,7 @@ def assemble(
         if stored:
             _check_stored(sources, targets)
             leaf = _merged(stored, targets, dtype)
-        elif quantization is not None and path[-1].name in QUANTIZED_FIELDS:
+        elif quantization is not None and path[-1].name in MATRICES:
             leaf = _quantized(sources, _filled(sources, targets, spec.shape, out_dtype), quantization)
         else:
             leaf = jax.device_put(_filled(sources, targets, spec.shape, out_dtype))
@@ -174,7 +174,7 @@ def _by_leaf(tensors: Sequence[Source], targets: Mapping[str, Target]) -> dict[s
 def _check_stored(sources: Sequence[Source], targets: Mapping[str, Target]) -> None:
     """Raises unless a leaf with a quantized tensor may be quantized, and all its tensors are."""
     quantized = next(source for source in sources if isinstance(source, StoredMatrix))
-    if targets[quantized.name].field not in QUANTIZED_FIELDS:
+    if targets[quantized.name].field not in MATRICES:
         raise ValueError(
             f"tensor {quantized.name} in {quantized.origin} is quantized; only the matrices of layers may be"
         )

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from jpaged.config import AS_STORED, ModelConfig, RopeConfig, check_int
-from jpaged.models.transformer import QUANTIZED_FIELDS, Params
+from jpaged.models.transformer import MATRICES, Params
 from jpaged.ops.layers import rope_frequencies
 from jpaged.weights import names
 from jpaged.weights.assemble import HostMatrix, Source, SourceTensor, StoredMatrix, assemble
@@ -232,7 +232,7 @@ def stored(file: GgufFile, targets: Mapping[str, Target]) -> list[Source]:
     """
     kinds: dict[str, set[str]] = {}
     for name, target in targets.items():
-        if target.field in QUANTIZED_FIELDS and len(target.leaf_shape) == 2 and name in file.tensors:
+        if target.field in MATRICES and len(target.leaf_shape) == 2 and name in file.tensors:
             kinds.setdefault(target.leaf, set()).add(_type_name(file.tensors[name]))
     kept = {leaf for leaf, types in kinds.items() if len(types) == 1 and types <= set(STORED_TYPES)}
     if not kept:

@@ -7,7 +7,7 @@ import pytest
 from conftest import tiny_config, tiny_params
 
 from jpaged.engine.engine import Engine
-from jpaged.models.transformer import QUANTIZED_FIELDS
+from jpaged.models.transformer import MATRICES
 from jpaged.ops.quantized import quantize_matrix
 from jpaged.sampling_params import SamplingParams
 
@@ -19,9 +19,7 @@ CONFIG = tiny_config(hidden_size=64, intermediate_size=96, num_heads=4)
 def quantized(quantization: str, config=CONFIG):
     params = tiny_params(config)
     layers = [
-        layer.replace(
-            **{f: quantize_matrix(np.asarray(getattr(layer, f)), quantization) for f in QUANTIZED_FIELDS}
-        )
+        layer.replace(**{f: quantize_matrix(np.asarray(getattr(layer, f)), quantization) for f in MATRICES})
         for layer in params.layers
     ]
     return params.replace(layers=tuple(layers))

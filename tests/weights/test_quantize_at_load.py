@@ -12,7 +12,7 @@ from jpaged.config import QUANTIZATIONS
 from jpaged.engine.engine import Engine
 from jpaged.engine.runner import cast_params
 from jpaged.llm import LLM
-from jpaged.models.transformer import QUANTIZED_FIELDS, abstract_params
+from jpaged.models.transformer import MATRICES, abstract_params
 from jpaged.ops.quantized import QuantizedMatrix, quantize_matrix
 from jpaged.sampling_params import SamplingParams
 from jpaged.weights import load_model, open_checkpoint
@@ -33,7 +33,7 @@ def test_matrices_are_rounded_and_all_else_is_kept(lab, tmp_path, kind, quantiza
     )
     wanted = dict(lab.expected(model))
     for name in list(wanted):
-        if name.split(".")[-1] in QUANTIZED_FIELDS:
+        if name.split(".")[-1] in MATRICES:
             matrix = quantize_matrix(np.ascontiguousarray(wanted.pop(name)), quantization)
             wanted |= {f"{name}.{part}": leaf for part, leaf in lab.leaves(matrix).items()}
     loaded = load_model(path, "float32", quantization)

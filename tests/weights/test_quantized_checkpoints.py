@@ -16,7 +16,7 @@ import safetensors.numpy
 from quantized_cases import dequantized
 
 from jpaged.llm import LLM
-from jpaged.models.transformer import QUANTIZED_FIELDS, forward, logits
+from jpaged.models.transformer import MATRICES, forward, logits
 from jpaged.ops.quantized import QuantizedMatrix
 from jpaged.sampling_params import SamplingParams
 from jpaged.weights import open_checkpoint
@@ -126,7 +126,7 @@ values = functools.partial(dequantized, dtype=np.float32)
 
 def fields(params):
     for index, layer in enumerate(params.layers):
-        for field in QUANTIZED_FIELDS:
+        for field in MATRICES:
             yield f"layers.{index}.{field}", getattr(layer, field)
 
 
