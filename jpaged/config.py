@@ -374,7 +374,7 @@ class EngineConfig:
       kv_cache_memory_bytes: size of the pool when `num_kv_blocks` is not given. On a CPU the
         default is the smaller of 2 GiB and what `max_num_seqs` sequences of `max_model_len` need.
       gpu_memory_utilization: share of the GPU's memory that weights, temporaries and pool may use.
-      attention_backend: `xla` runs anywhere; `cpu` is the same with a compiled decode; `pallas` are the GPU
+      attention_backend: `xla` runs anywhere; `cpu` is compiled for one; `pallas` are the GPU
         kernels; `pallas_interpret` runs those in an interpreter, slowly; `mosaic` (Hopper) and `jax_triton`
         have other kernels for decode; `auto` takes `pallas` or `cpu` where it can run, else `xla`. What is
         chosen by name never falls back.

@@ -36,7 +36,7 @@ class Backend:
     """How attention and quantized products are computed: a static argument of the compiled steps.
 
     Attributes:
-      name: `xla`; `cpu`, the same with a compiled decode; `pallas`, kernels lowered through Triton;
+      name: `xla`; `cpu`, attention compiled for a CPU; `pallas`, kernels lowered through Triton;
         `pallas_interpret`, the same kernels run by Pallas' interpreter, slowly, on any device; `mosaic` and
         `jax_triton`, those kernels with another one for decode.
       capability: of the GPU, 10 * major + minor; 0 where there is none.
@@ -241,7 +241,14 @@ def paged_prefill(
       qkv as for `paged_decode`.
       Rows of padding tokens hold finite values of no meaning.
     """
-    tiles = None if backend.uses_kernels else attention_xla.query_tiles(query_start, context_lens, num_tokens)
+    tiles, contexts = None, None
+    if backend.name == "xla":
+        tiles = attention_xla.query_tiles(query_start, context_lens, num_tokens)
+    elif backend.name == "cpu":
+        from jpaged.ops import attention_cpu
+
+        sequence, lengths = attention_cpu.token_contexts(query_start, context_lens, num_tokens)
+        contexts = tables[sequence], lengths
 
     def attend(
         qkv: jax.Array,
@@ -257,6 +264,8 @@ def paged_prefill(
             q, _, _ = split_qkv(qkv)
             out = attention_xla.paged_prefill(q, k_pool, v_pool, tables, tiles, **options)
             return rotate(out, v_pool)
+        if contexts is not None:
+            return attention_cpu.paged_decode(split_qkv(qkv)[0], k_pool, v_pool, *contexts, **options)
         (k_data, k_scale), (v_data, v_scale) = device_arrays(k_pool), device_arrays(v_pool)
         options |= dict(dtype=k_pool.dtype, k_scale=k_scale, v_scale=v_scale)
         options |= dict(capability=backend.capability, interpret=backend.interpret)

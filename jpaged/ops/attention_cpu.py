@@ -1,8 +1,9 @@
-"""Paged attention for decode on a CPU, compiled by Numba and called by XLA.
+"""Paged attention on a CPU, compiled by Numba and called by XLA.
 
 XLA's own form (`attention_xla`) copies every tile of keys and values out of the pool and runs a dozen
 operations on it. This one reads each block where it lies, once for all query heads of its KV head: scores of
-the whole context, their softmax, the weighted sum of values. A row's result depends on its own context alone.
+the whole context, their softmax, the weighted sum of values. Prefill is decode with a row for each token. A
+row's result depends on its own context alone.
 
 XLA calls a handler with one pointer to an `XLA_FFI_CallFrame`; `_handler` and `_run_part` alone know
 that structure (jaxlib's `xla/ffi/api/c_api.h`, version 0.3, to which fields are only ever added). Pairs of
@@ -75,6 +76,20 @@ def paged_decode(
         integers,
         np.array([soft_cap or 0], np.float32),
     )
+
+
+def token_contexts(
+    query_start: jax.Array, context_lens: jax.Array, num_tokens: int
+) -> tuple[jax.Array, jax.Array]:
+    """Sequence, and length of the context, itself included, of each packed token: int32 [T] each.
+
+    Padding tokens have length 0. Arguments as of `attention_xla.query_tiles`.
+    """
+    packed = jnp.arange(num_tokens, dtype=jnp.int32)
+    owner = jnp.sum(query_start[None, 1:] <= packed[:, None], axis=1)
+    sequence = jnp.minimum(owner, query_start.shape[0] - 2)
+    length = context_lens[sequence] - query_start[1:][sequence] + packed + 1
+    return sequence, jnp.where(owner == sequence, length, 0)
 
 
 @functools.cache
