@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jpaged.config import ModelConfig
@@ -116,7 +117,9 @@ def transposed(params: Params) -> Params:
     """The same model with the layers' float matrices as `TransposedMatrix`."""
 
     def turn(w: Any) -> Any:
-        return w if isinstance(w, QuantizedMatrix | TransposedMatrix) else TransposedMatrix(jnp.array(w.T))
+        if isinstance(w, QuantizedMatrix | TransposedMatrix):
+            return w
+        return TransposedMatrix(jnp.asarray(np.ascontiguousarray(np.asarray(w).T)))  # compiles nothing
 
     layers = tuple(
         dataclasses.replace(layer, **{name: turn(getattr(layer, name)) for name in MATRICES})
