@@ -61,8 +61,8 @@ XLA = Backend("xla")
 def resolve_backend(choice: str, config: ModelConfig, *, block_size: int, layout: KVLayout) -> Backend:
     """The backend for the default device.
 
-    `auto` takes the Pallas kernels where they can run, on a CPU its own decode, XLA elsewhere; what is chosen
-    by name must run.
+    `auto` takes the Pallas kernels where they can run, on a CPU what is compiled for it, XLA elsewhere; what
+    is chosen by name must run.
 
     Raises:
       NotImplementedError: the backend cannot run on this device.
@@ -123,7 +123,7 @@ def _unsupported(name: str, config: ModelConfig, block_size: int, layout: KVLayo
     formats = sorted({*layout.k, *layout.v})
     if name == "cpu":
         unread = [format for format in formats if format not in CPU_FORMATS]
-        return f"its decode cannot read a KV cache in {unread[0]}" if unread else None
+        return f"it cannot read a KV cache in {unread[0]}" if unread else None
     for format in formats:
         dtype = layout.dtype if format in LARGEST else format
         shapes: dict[str, Any] = dict(head_dim=config.head_dim, block_size=block_size, dtype=dtype)

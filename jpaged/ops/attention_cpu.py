@@ -28,6 +28,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from jpaged.kv_cache import Pool
+from jpaged.pallas.common import LOG2_E, NEVER
 
 THREAD_TOKENS = 256  # of context, times KV heads: what is worth a thread
 
@@ -228,8 +229,8 @@ def _run_part(frame: int, part: int, parts: int) -> None:
         k, v = numba.carray(k_data, pool, np.float32), numba.carray(v_data, pool, np.float32)
         _attend(q, k, v, tables, lens, window, soft_cap, out, part, parts)
     else:
-        halves = numba.carray(k_data, pool, np.uint16), numba.carray(v_data, pool, np.uint16)
-        _attend(q, halves[0], halves[1], tables, lens, window, soft_cap, out, part, parts)
+        k16, v16 = numba.carray(k_data, pool, np.uint16), numba.carray(v_data, pool, np.uint16)
+        _attend(q, k16, v16, tables, lens, window, soft_cap, out, part, parts)
 
 
 # -- attention --------------------------------------------------------------------------------
@@ -308,12 +309,12 @@ def _softmax(x: np.ndarray, powers: np.ndarray) -> None:
     exp(x) = 2^n 2^f with a polynomial for 2^f, |f| <= 1/2: loops that become vector instructions, which
     calls of the C library's function would not.
     """
-    top = np.float32(-1e30)
+    top = np.float32(NEVER)
     for score in x:
         if score > top:
             top = score
     for i in range(len(x)):
-        y = (x[i] - top) * np.float32(1.4426950408889634)
+        y = (x[i] - top) * np.float32(LOG2_E)
         if y < np.float32(-126):  # not so for NaN, which stays
             y = np.float32(-126)
         whole = np.rint(y)

@@ -1,4 +1,4 @@
-"""Paged attention in plain XLA: the specification that every kernel is held to, and the CPU path.
+"""Paged attention in plain XLA: the specification of every kernel, and what runs where none can.
 
 One core, `attend_tiles`, serves decode (tiles of one query token) and ragged prefill (tiles of
 `QUERY_TILE` tokens of one sequence). It walks the context in tiles of `CONTEXT_TILE` tokens with
@@ -17,6 +17,7 @@ from flax import struct
 from jax import lax
 
 from jpaged.kv_cache import Pool, decode_scale, decode_values
+from jpaged.pallas.common import NEVER
 
 CONTEXT_TILE = 64  # tokens of context per iteration
 QUERY_TILE = 16  # tokens of one sequence that share a gather of K and V
@@ -26,8 +27,6 @@ QUERY_TILE = 16  # tokens of one sequence that share a gather of K and V
 # products have one shape.
 _GROUP_DECODE = 8
 _GROUP_PREFILL = 2
-
-_NEVER = -1e30  # initial maximum: finite, so that exp(-inf - _NEVER) is 0 and not NaN
 
 
 @struct.dataclass
@@ -242,7 +241,7 @@ def _attend_group(
     begin = 0 if window is None else jnp.maximum(_first_seen(positions, window), 0) // tile_len
     end = (jnp.max(last) + tile_len) // tile_len
     init = (
-        jnp.full((B, K, Q * G), _NEVER, jnp.float32),
+        jnp.full((B, K, Q * G), NEVER, jnp.float32),
         jnp.zeros((B, K, Q * G), jnp.float32),
         jnp.zeros((B, K, Q * G, D), jnp.float32),
     )

@@ -53,14 +53,6 @@ class TestDecode:
         out = case.run_decode(DECODE[implementation])
         case.check([row[None][:queries] for row, (_, queries) in zip(out, case.lens, strict=True)])
 
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-    def test_pools_of_16_bits(self, implementation, dtype):
-        if (implementation, dtype) == ("cpu", "float16"):
-            return  # not read by it, and refused: see tests/engine/test_backends.py
-        case = make_case(DECODE_LENS, dtype=dtype, group=3, window=40)
-        out = case.run_decode(DECODE[implementation])
-        case.check([row[None][:queries] for row, (_, queries) in zip(out, case.lens, strict=True)])
-
     def test_block_sizes(self, implementation):
         lens = [(n, 1) for n in (1, 127, 128, 129)]  # the longest ends one slot into a tile
         for block_size in BLOCK_SIZES[implementation]:
@@ -83,6 +75,21 @@ class TestDecode:
             q = np.stack([own[0] for own in case.q])
             alone = DECODE[implementation](q, case.k_pool, case.v_pool, case.tables, lens, **case.options())
             np.testing.assert_array_equal(np.asarray(alone)[kept], together[kept])
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),  # what the CPU's does not read is refused: see tests/engine/test_backends.py
+    [
+        (name, dtype)
+        for name in DECODE
+        for dtype in ("bfloat16", "float16")
+        if (name, dtype) != ("cpu", "float16")
+    ],
+)
+def test_decode_from_pools_of_16_bits(implementation, dtype):
+    case = make_case(DECODE_LENS, dtype=dtype, group=3, window=40)
+    out = case.run_decode(DECODE[implementation])
+    case.check([row[None][:queries] for row, (_, queries) in zip(out, case.lens, strict=True)])
 
 
 @on_every_implementation

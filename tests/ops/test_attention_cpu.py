@@ -1,4 +1,4 @@
-"""What the CPU's compiled decode has beyond the contract of tests/ops/test_attention.py."""
+"""What the CPU's compiled attention has beyond the contract of tests/ops/test_attention.py."""
 
 from __future__ import annotations
 

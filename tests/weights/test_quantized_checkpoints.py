@@ -504,6 +504,7 @@ def write_large(path: Path, model) -> Path:
         (compressed_config(INT4 | dict(num_bits=3)), "config_groups.group_0.weights.num_bits=3"),
         (compressed_config(INT4 | dict(type="float")), "weights.type='float'"),
         (compressed_config(INT4 | dict(strategy="block")), "weights.strategy='block'"),
+        (compressed_config(INT4 | dict(strategy="channel")), "weights.group_size=32 is not supported"),
         (compressed_config(INT4 | dict(group_size=None)), "group_size=None must be an int"),
     ],
 )
