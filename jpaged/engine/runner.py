@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from typing import Any, Protocol
 
 import jax
@@ -20,7 +21,7 @@ from jpaged.engine import steps
 from jpaged.engine.packing import Buckets, PackedStep, Packer, RowSetup, declare_buckets
 from jpaged.engine.sizing import Sizes
 from jpaged.kv_cache import KVCache, KVLayout, init_kv_cache
-from jpaged.models.transformer import Params, transposed
+from jpaged.models.transformer import Params, packed
 from jpaged.ops.attention import Backend
 from jpaged.ops.quantized import QuantizedMatrix
 from jpaged.ops.sampling import Variant
@@ -173,9 +174,9 @@ class ModelRunner:
 
     def _laid_out(self, params: Params) -> Params:
         """On the device, in the order in which this backend's products read them."""
-        float32 = params.embed.dtype == jnp.float32
-        if self.platform == "cpu" and float32 and not (self.backend.uses_kernels or self.deterministic):
-            params = transposed(params)
+        is_packed = self.platform == "cpu" and os.name == "posix" and not self.backend.uses_kernels
+        if is_packed and params.embed.dtype == jnp.float32:
+            params = packed(params)
         return _committed(params)
 
     def _dispatch(self, batch: Any, variant: Variant) -> StepOutput:

@@ -60,10 +60,18 @@ def decode_step(
 
     tokens = state.last_token[batch.rows]
     positions = jnp.maximum(batch.context_lens - 1, 0)
+    num_seqs = jnp.count_nonzero(batch.context_lens)
     hidden = transformer.forward(
-        params, config, tokens, positions, attend, backend=backend, split_products=backend.uses_kernels
+        params,
+        config,
+        tokens,
+        positions,
+        attend,
+        backend=backend,
+        split_products=backend.uses_kernels,
+        num_tokens=num_seqs,
     )
-    logits = transformer.logits(params, hidden)
+    logits = transformer.logits(params, hidden, num_seqs)
     tokens, logprobs, state = sample(logits, batch.rows, state, batch.sampling, variant)
     return pools.cache(), state, StepOutput(tokens=tokens, logprobs=logprobs, prompt_logprobs=None)
 
@@ -86,7 +94,7 @@ def prefill_step(
 ) -> tuple[KVCache, RowState, StepOutput]:
     """Chunks of any mix of lengths: writes their K and V, draws where a sequence's last token is in."""
     hidden, cache = _prefill_hidden(params, cache, state, batch, config, backend)
-    logits = _sampled_logits(params, hidden[batch.sampled], deterministic)
+    logits = _sampled_logits(params, hidden, batch, deterministic)
     tokens, logprobs, state = sample(logits, batch.rows, state, batch.sampling, variant)
     prompt = None
     if variant >= Variant.PROMPT:
@@ -106,12 +114,13 @@ def probe_step(
 ) -> tuple[KVCache, jax.Array]:
     """A deterministic prefill step that returns the logits [S, V], for the bitwise self-test."""
     hidden, cache = _prefill_hidden(params, cache, state, batch, config, backend)
-    return cache, _sampled_logits(params, hidden[batch.sampled], deterministic=True)
+    return cache, _sampled_logits(params, hidden, batch, deterministic=True)
 
 
-def _sampled_logits(params: Params, hidden: jax.Array, deterministic: bool) -> jax.Array:
+def _sampled_logits(params: Params, hidden: jax.Array, batch: RaggedBatch, deterministic: bool) -> jax.Array:
+    hidden = hidden[batch.sampled]
     if not deterministic:
-        return transformer.logits(params, hidden)
+        return transformer.logits(params, hidden, jnp.count_nonzero(batch.context_lens))
     return _by_chunks(lambda rows: transformer.logits(params, rows), hidden)
 
 
@@ -133,7 +142,15 @@ def _prefill_hidden(
         return attention_of(qkv, k_pool, v_pool, window=config.layer_windows[layer])
 
     tokens = jnp.where(batch.token_ids >= 0, batch.token_ids, state.last_token[batch.token_rows])
-    hidden = transformer.forward(params, config, tokens, batch.positions, attend, backend=backend)
+    hidden = transformer.forward(
+        params,
+        config,
+        tokens,
+        batch.positions,
+        attend,
+        backend=backend,
+        num_tokens=batch.query_start[-1],
+    )
     return hidden, pools.cache()
 
 

@@ -20,7 +20,8 @@ from flax import struct
 from jpaged.config import ModelConfig
 from jpaged.ops.attention import XLA, Backend
 from jpaged.ops.layers import (
-    TransposedMatrix,
+    Matrix,
+    PackedMatrix,
     add_product,
     apply_rope,
     linear,
@@ -39,21 +40,21 @@ class LayerParams:
     """Weights of one layer; products are `x @ w`. Absent biases and norms are `None`.
 
     The columns of `wqkv` are grouped by KV head: for each, its `G` query heads, its key head, its
-    value head, so that a split over KV heads is a split of columns. The four matrices may be quantized, or
-    `TransposedMatrix`.
+    value head, so that a split over KV heads is a split of columns. The four matrices may be quantized or
+    packed.
     """
 
     attn_norm: jax.Array  # [E]
-    wqkv: jax.Array | QuantizedMatrix | TransposedMatrix  # [E, K * (G + 2) * D]
+    wqkv: Matrix  # [E, K * (G + 2) * D]
     bqkv: jax.Array | None  # [K * (G + 2) * D]
     q_norm: jax.Array | None  # [D]
     k_norm: jax.Array | None  # [D]
-    wo: jax.Array | QuantizedMatrix | TransposedMatrix  # [H * D, E]
+    wo: Matrix  # [H * D, E]
     bo: jax.Array | None  # [E]
     mlp_norm: jax.Array  # [E]
-    w_gate_up: jax.Array | QuantizedMatrix | TransposedMatrix  # [E, 2 * F]: the gate's columns, then up's
+    w_gate_up: Matrix  # [E, 2 * F]: the gate's columns, then up's
     b_gate_up: jax.Array | None  # [2 * F]
-    w_down: jax.Array | QuantizedMatrix | TransposedMatrix  # [F, E]
+    w_down: Matrix  # [F, E]
     b_down: jax.Array | None  # [E]
 
 
@@ -63,12 +64,12 @@ MATRICES = ("wqkv", "wo", "w_gate_up", "w_down")
 
 @struct.dataclass
 class Params:
-    """Weights of a model."""
+    """Weights of a model. Tables of embeddings may be packed, as [E, V]."""
 
-    embed: jax.Array  # [V, E]
+    embed: jax.Array | PackedMatrix  # [V, E]
     layers: tuple[LayerParams, ...]
     final_norm: jax.Array  # [E]
-    lm_head: jax.Array | None  # [V, E]; None where it is tied to `embed`
+    lm_head: jax.Array | PackedMatrix | None  # [V, E]; None where it is tied to `embed`
 
 
 def abstract_params(
@@ -113,19 +114,18 @@ def abstract_params(
     )
 
 
-def transposed(params: Params) -> Params:
-    """The same model with the layers' float matrices as `TransposedMatrix`."""
+def packed(params: Params) -> Params:
+    """The same float32 model with the matrices of its products packed, for a CPU."""
 
-    def turn(w: Any) -> Any:
-        if isinstance(w, QuantizedMatrix | TransposedMatrix):
-            return w
-        return TransposedMatrix(jnp.asarray(np.ascontiguousarray(np.asarray(w).T)))  # compiles nothing
+    def pack(w: Any) -> Any:
+        return w if isinstance(w, QuantizedMatrix | PackedMatrix) else PackedMatrix.of(np.asarray(w))
 
     layers = tuple(
-        dataclasses.replace(layer, **{name: turn(getattr(layer, name)) for name in MATRICES})
+        dataclasses.replace(layer, **{name: pack(getattr(layer, name)) for name in MATRICES})
         for layer in params.layers
     )
-    return dataclasses.replace(params, layers=layers)
+    table = "embed" if params.lm_head is None else "lm_head"
+    return dataclasses.replace(params, layers=layers, **{table: pack(getattr(params, table).T)})
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype | str | None = None) -> Params:
@@ -159,6 +159,7 @@ def forward(
     *,
     backend: Backend = XLA,
     split_products: bool = False,
+    num_tokens: jax.Array | None = None,
 ) -> jax.Array:
     """Runs the decoder over packed tokens.
 
@@ -171,6 +172,7 @@ def forward(
       backend: of products with quantized matrices, and of sums; kernels are not differentiable.
       split_products: for few tokens, with kernels: see `add_product`. What a layer writes most of, the
         outputs of `w_gate_up`, is then `narrowed`.
+      num_tokens: int32 [], of which the rest is padding; default: all.
 
     Returns:
       Final hidden states [T, E], normalized, in float32 or as `add_product` rounds them; `logits` turns
@@ -178,13 +180,15 @@ def forward(
     """
     K, G, D = config.num_kv_heads, config.group_size, config.head_dim
     eps = config.rms_norm_eps
-    product = functools.partial(linear, backend=backend)
-    add = functools.partial(add_product, eps=eps, backend=backend, split=split_products)
+    product = functools.partial(linear, backend=backend, num_rows=num_tokens)
+    add = functools.partial(add_product, eps=eps, backend=backend, split=split_products, num_rows=num_tokens)
     is_value = (jnp.arange(G + 2) == G + 1)[None, None, :, None]
     inv_freq, scale = rope_frequencies(config.rope, D)
     cos, sin = rope_table(positions, inv_freq, scale)
     norms = [layer.attn_norm for layer in params.layers] + [params.final_norm]
-    x = params.embed[token_ids].astype(jnp.float32)  # [T, E]
+    embed = params.embed
+    x = embed.columns(token_ids) if isinstance(embed, PackedMatrix) else embed[token_ids]
+    x = x.astype(jnp.float32)  # [T, E]
     h = rms_norm(x, norms[0], eps)
     for index, layer in enumerate(params.layers):
         qkv = product(h, layer.wqkv, layer.bqkv)
@@ -201,6 +205,10 @@ def forward(
     return h
 
 
-def logits(params: Params, hidden: jax.Array) -> jax.Array:
-    """Logits float32 [X, V] of final hidden states [X, E]."""
-    return unembed(hidden, params.embed if params.lm_head is None else params.lm_head)
+def logits(params: Params, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
+    """Logits float32 [X, V] of final hidden states [X, E].
+
+    Args:
+      num_rows: as for `ops.layers.linear`.
+    """
+    return unembed(hidden, params.embed if params.lm_head is None else params.lm_head, num_rows=num_rows)

@@ -4,54 +4,31 @@ XLA's own form (`attention_xla`) copies every tile of keys and values out of the
 operations on it. This one reads each block where it lies, once for all query heads of its KV head: scores of
 the whole context, their softmax, the weighted sum of values. Prefill is decode with a row for each token. A
 row's result depends on its own context alone.
-
-XLA calls a handler with one pointer to an `XLA_FFI_CallFrame`; `_handler` and `_run_part` alone know
-that structure (jaxlib's `xla/ffi/api/c_api.h`, version 0.3, to which fields are only ever added). Pairs of
-sequence and KV head are dealt out to as many POSIX threads as there are cores, begun and ended in each call:
-that takes some 30 microseconds and leaves nothing spinning on the cores that the next product needs.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import os
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import llvmlite.binding
 import numba
 import numpy as np
 from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import overload
 
 from jpaged.kv_cache import Pool
+from jpaged.ops import native
+from jpaged.ops.native import compiled
 from jpaged.pallas.common import LOG2_E, NEVER
 
-THREAD_TOKENS = 256  # of context, times KV heads: what is worth a thread
+PART_TOKENS = 256  # of context, times KV heads: what is worth the trouble of another part
+PARTS_PER_THREAD = 4
 
 _TARGET = "jpaged_paged_decode"
-_WORKER = "jpaged_paged_decode_worker"
-
-
-def _kept(decorator: Any, *arguments: Any, **options: Any) -> Any:
-    """A decorator of Numba's that keeps machine code on disk, if there is a folder for it."""
-
-    def decorate(function: Any) -> Any:
-        try:
-            return decorator(*arguments, cache=True, **options)(function)
-        except RuntimeError:  # no folder can be written
-            return decorator(*arguments, **options)(function)
-
-    return decorate
-
-
-# Sums may be reordered, which vector instructions need; NaN and infinities keep their meaning.
-_compiled = _kept(
-    numba.njit, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz", "arcp"}
-)
+_part_pointer = native.pointer_to(_TARGET)
 
 
 def paged_decode(
@@ -66,7 +43,6 @@ def paged_decode(
 ) -> jax.Array:
     """`attention_xla.paged_decode` of pools in float32 or bfloat16; queries and weights are not rounded."""
     _register()
-    integers = np.array([_num_threads(), window or 0], np.int32)
     call = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct(q.shape, jnp.float32))
     return call(
         q * q.shape[-1] ** -0.5,
@@ -74,8 +50,8 @@ def paged_decode(
         v_pool.data,
         tables,
         context_lens,
-        integers,
-        np.array([soft_cap or 0], np.float32),
+        np.int32(window or 0),
+        np.float32(soft_cap or 0),
     )
 
 
@@ -94,149 +70,64 @@ def token_contexts(
 
 
 @functools.cache
-def _register() -> tuple[Any, Any]:
-    """Compiles the handler, or loads it, and makes it known to XLA. What it returns keeps the code alive."""
-    as_callback = _kept(numba.cfunc, types.int64(types.int64))
-    worker = as_callback(_worker)
-    llvmlite.binding.add_symbol(_WORKER, worker.address)  # found by name, so that the handler can be kept
-    handler = as_callback(_handler)
-    jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(handler.ctypes), platform="cpu")
-    return worker, handler
-
-
-def _num_threads() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-_intrinsic: Any = intrinsic  # its type hints know nothing of the typing context
-
-
-# -- addresses --------------------------------------------------------------------------------
-
-
-@_intrinsic
-def _pointer(typing_context: Any, address: Any) -> Any:
-    """An address as a pointer."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
-
-    return types.voidptr(types.int64), generate
-
-
-@_intrinsic
-def _worker_pointer(typing_context: Any) -> Any:
-    """What pthread_create is to call."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        symbol = cgutils.get_or_insert_function(builder.module, _WORKER_TYPE, _WORKER)
-        return builder.bitcast(symbol, cgutils.voidptr_t)
-
-    return types.voidptr(), generate
-
-
-_WORKER_TYPE = llvmlite.ir.FunctionType(llvmlite.ir.IntType(64), [llvmlite.ir.IntType(64)])
-_pthread_create = types.ExternalFunction(
-    "pthread_create", types.int32(types.voidptr, types.voidptr, types.voidptr, types.voidptr)
-)
-_pthread_join = types.ExternalFunction("pthread_join", types.int32(types.int64, types.voidptr))
-
-
-@_compiled
-def _words(address: int, count: int) -> np.ndarray:
-    return numba.carray(_pointer(address), (count,), np.int64)
-
-
-@_compiled
-def _buffer(address: int, rank: int) -> tuple[Any, np.ndarray]:
-    """Data and shape of an XLA_FFI_Buffer: size, extension, dtype, data, rank, dimensions."""
-    words = _words(address, 6)
-    return _pointer(words[3]), _words(words[5], rank)
+def _register() -> Any:
+    return native.register(_TARGET, _handler, _run_part)
 
 
 # -- what XLA calls ---------------------------------------------------------------------------
 
 
 def _handler(frame: int) -> int:
-    """An XLA_FFI_Handler: the address of an XLA_FFI_CallFrame in, no error out."""
-    extension = _words(frame, 2)[1]
-    if extension != 0:
-        words = _words(extension, 4)  # size, kind, next, metadata
-        if words[1] & 0xFFFFFFFF == 1:  # asked for once, before any call: which version this is written for
-            _words(words[3], 4)[3] = 3 << 32  # major version 0, minor version 3
-            return 0
-    parts = _num_parts(frame)
-    threads = np.zeros(parts, np.int64)
-    tasks = np.empty((parts, 3), np.int64)
-    is_begun = np.zeros(parts, np.bool_)
-    for part in range(1, parts):
-        tasks[part, 0], tasks[part, 1], tasks[part, 2] = frame, part, parts
-        thread = _pointer(threads.ctypes.data + 8 * part)
-        task = _pointer(tasks.ctypes.data + 24 * part)
-        is_begun[part] = _pthread_create(thread, _pointer(0), _worker_pointer(), task) == 0
-    _run_part(frame, np.int64(0), parts)
-    for part in range(1, parts):
-        if is_begun[part]:
-            _pthread_join(threads[part], _pointer(0))
-        else:
-            _run_part(frame, part, parts)
+    if not native.answered(frame):
+        native.run_parts(frame, _num_parts(frame), _part_pointer())
     return 0
 
 
-def _worker(task: int) -> int:
-    """A thread: the address of frame, part and number of parts."""
-    words = _words(task, 3)
-    _run_part(words[0], words[1], words[2])
-    return 0
-
-
-@_compiled
+@compiled
 def _num_parts(frame: int) -> int:
-    """How many threads share a call: no more than `THREAD_TOKENS` make worth it."""
-    arguments = _words(_words(frame, 10)[9], 6)
-    _, pool_shape = _buffer(arguments[1], 4)
-    lens_data, lens_shape = _buffer(arguments[4], 1)
-    lens = numba.carray(lens_data, (lens_shape[0],), np.int32)
-    threads_data, _ = _buffer(arguments[5], 1)
+    """Into how many parts a call is cut: none has less than `PART_TOKENS`."""
+    arguments = native.operands(frame, 5)
+    _, pool_shape = native.buffer(arguments[1], 4)
+    lens_data, lens_shape = native.buffer(arguments[4], 1)
     tokens = np.int64(0)
-    for length in lens:
+    for length in numba.carray(lens_data, (lens_shape[0],), np.int32):
         tokens += length
-    threads = np.int64(numba.carray(threads_data, (2,), np.int32)[0])
-    return max(np.int64(1), min(threads, tokens * pool_shape[1] // THREAD_TOKENS))
+    work = tokens * pool_shape[1]
+    return max(np.int64(1), min(PARTS_PER_THREAD * native.num_threads(frame), work // PART_TOKENS))
 
 
-@_compiled
-def _run_part(frame: int, part: int, parts: int) -> None:
+def _run_part(task: int) -> int:
     """Reads a call frame, and computes every `parts`-th pair of sequence and KV head."""
-    words = _words(frame, 15)  # .. [9]: arguments .. [14]: results
-    arguments, results = _words(words[9], 7), _words(words[14], 1)
-    q_data, q_shape = _buffer(arguments[0], 3)
-    k_data, pool_shape = _buffer(arguments[1], 4)
-    v_data, _ = _buffer(arguments[2], 4)
-    tables_data, tables_shape = _buffer(arguments[3], 2)
-    lens_data, _ = _buffer(arguments[4], 1)
-    window_data, _ = _buffer(arguments[5], 1)
-    cap_data, _ = _buffer(arguments[6], 1)
-    out_data, _ = _buffer(results[0], 3)
+    frame, part, parts = native.words(task, 3)
+    arguments = native.operands(frame, 7)
+    q_data, q_shape = native.buffer(arguments[0], 3)
+    k_data, pool_shape = native.buffer(arguments[1], 4)
+    v_data, _ = native.buffer(arguments[2], 4)
+    tables_data, tables_shape = native.buffer(arguments[3], 2)
+    lens_data, _ = native.buffer(arguments[4], 1)
+    window_data, _ = native.buffer(arguments[5], 0)
+    cap_data, _ = native.buffer(arguments[6], 0)
+    out_data, _ = native.buffer(native.result(frame), 3)
     shape = (q_shape[0], q_shape[1], q_shape[2])
     pool = (pool_shape[0], pool_shape[1], pool_shape[2], pool_shape[3])
     q, out = numba.carray(q_data, shape, np.float32), numba.carray(out_data, shape, np.float32)
     tables = numba.carray(tables_data, (tables_shape[0], tables_shape[1]), np.int32)
     lens = numba.carray(lens_data, (shape[0],), np.int32)
-    window = numba.carray(window_data, (2,), np.int32)[1]
+    window = numba.carray(window_data, (1,), np.int32)[0]
     soft_cap = numba.carray(cap_data, (1,), np.float32)[0]
-    if _words(arguments[1], 3)[2] & 0xFFFFFFFF == 11:  # XLA_FFI_DataType: float32
+    if native.dtype_of(arguments[1]) == native.FLOAT32:
         k, v = numba.carray(k_data, pool, np.float32), numba.carray(v_data, pool, np.float32)
         _attend(q, k, v, tables, lens, window, soft_cap, out, part, parts)
     else:
         k16, v16 = numba.carray(k_data, pool, np.uint16), numba.carray(v_data, pool, np.uint16)
         _attend(q, k16, v16, tables, lens, window, soft_cap, out, part, parts)
+    return 0
 
 
 # -- attention --------------------------------------------------------------------------------
 
 
-@_compiled
+@compiled
 def _attend(
     q: np.ndarray,
     k_pool: np.ndarray,
@@ -286,7 +177,7 @@ def _attend(
                 _add_weighted(result[g], scores[g, begin:end], values[begin - index * P : end - index * P])
 
 
-@_compiled
+@compiled
 def _add_weighted(result: np.ndarray, weights: np.ndarray, values: np.ndarray) -> None:
     """`result += weights @ values`, four rows at a time: [D], [n], [n, D]."""
     n, D = values.shape
@@ -302,7 +193,7 @@ def _add_weighted(result: np.ndarray, weights: np.ndarray, values: np.ndarray) -
             result[d] += weights[t] * values[t, d]
 
 
-@_compiled
+@compiled
 def _softmax(x: np.ndarray, powers: np.ndarray) -> None:
     """Softmax of float32 [n], in place. `powers` is room for n whole numbers.
 

@@ -29,19 +29,40 @@ PART_ROWS = 768
 """Rows of the matrix in a part of a split product, at least: every part is written and read."""
 
 
-FEW_ROWS = 32
-"""Rows of a float32 product for which the weights come first: see `TransposedMatrix`."""
-
-
 @struct.dataclass
-class TransposedMatrix:
-    """The matrix w [E, X] of a product `x @ w`, stored as its transpose [X, E], for a CPU.
+class PackedMatrix:
+    """A float32 matrix [E, X] in the order in which products on a CPU read it: see `ops.product_cpu`."""
 
-    XLA's CPU products pack their second operand anew each time. For few rows of x that takes longer than the
-    product itself if it is w, so w comes first, and in the order in which it then is read.
-    """
+    panels: jax.Array  # [panels, E, columns of a panel]
+    num_columns: int = struct.field(pytree_node=False)
 
-    data: jax.Array
+    @classmethod
+    def of(cls, w: np.ndarray) -> PackedMatrix:
+        """Packs on the host, which compiles nothing."""
+        return cls(jnp.asarray(_product_cpu().packed(w)), w.shape[1])
+
+    @property
+    def dtype(self) -> Any:
+        return self.panels.dtype
+
+    def columns(self, indices: jax.Array) -> jax.Array:
+        """Columns int32 [T] of the matrix, as rows [T, E]."""
+        width = self.panels.shape[2]
+        return self.panels[indices // width, :, indices % width]
+
+    def product(self, x: jax.Array, num_rows: jax.Array | None) -> jax.Array:
+        """`x @ w`: x [T, E], of which the first `num_rows` matter, -> float32 [T, X]."""
+        return _product_cpu().product(x.astype(jnp.float32), self.panels, self.num_columns, num_rows)
+
+
+def _product_cpu() -> Any:
+    from jpaged.ops import product_cpu  # brings a compiler with it
+
+    return product_cpu
+
+
+Matrix = jax.Array | QuantizedMatrix | PackedMatrix
+"""The matrix of a product."""
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -56,22 +77,25 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 def linear(
     x: jax.Array,
-    w: jax.Array | QuantizedMatrix | TransposedMatrix,
+    w: Matrix,
     b: jax.Array | None = None,
     *,
     backend: Backend = XLA,
+    num_rows: jax.Array | None = None,
 ) -> jax.Array:
     """`x @ w + b` with float32 sums: x [T, E], w [E, X], b [X] -> float32 [T, X].
 
     Args:
       backend: of products with a quantized matrix.
+      num_rows: int32 [], of x that matter, the first ones. What the others become is finite if they are, and
+        a `PackedMatrix` does not compute them.
     """
     if isinstance(w, QuantizedMatrix):
         # One after the other, which XLA fuses with what follows: the order does not depend on a shape.
         parts = quantized_parts(x, w, backend)
         y = functools.reduce(operator.add, (parts[part] for part in range(parts.shape[0])))
-    elif isinstance(w, TransposedMatrix):
-        y = _transposed_product(x, w.data)
+    elif isinstance(w, PackedMatrix):
+        y = w.product(x, num_rows)
     else:
         y = _product(x, w, (((1,), (0,)), ((), ())))
     return y if b is None else y + b.astype(jnp.float32)[None, :]
@@ -80,13 +104,14 @@ def linear(
 def add_product(
     x: jax.Array,
     h: jax.Array,
-    w: jax.Array | QuantizedMatrix | TransposedMatrix,
+    w: Matrix,
     b: jax.Array | None,
     norm: jax.Array,
     *,
     eps: float,
     backend: Backend,
     split: bool,
+    num_rows: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`x + h @ w + b`, and its RMS norm: x float32 [T, X], h [T, E], w [E, X], b and norm [X].
 
@@ -94,15 +119,16 @@ def add_product(
       split: cuts the product over the rows of w into parts that a GPU computes side by side, which few
         tokens need to fill it. How depends on w's shape alone. The parts' sums are float32; they are
         written and read as `narrowed`, and added in float32. A backend without kernels does not split.
+      num_rows: as for `linear`.
 
     Returns:
       float32 [T, X] each; kernels round the norm to the dtype of its weight, that of the operands of the
       next product.
     """
     if not backend.uses_kernels:
-        x = x + linear(h, w, b)
+        x = x + linear(h, w, b, num_rows=num_rows)
         return x, rms_norm(x, norm, eps)
-    assert not isinstance(w, TransposedMatrix), "kernels read matrices as they are"
+    assert not isinstance(w, PackedMatrix), "kernels read matrices as they are"
     if isinstance(w, QuantizedMatrix):
         parts = quantized_parts(h, w, backend)
     elif split:
@@ -128,18 +154,15 @@ def _product_parts(x: jax.Array, w: jax.Array, num: int) -> jax.Array:
     return _product(x, w, (((2,), (1,)), ((1,), (0,))))
 
 
-def unembed(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Logits `x @ w.T`: x [S, E], w [V, E] -> float32 [S, V]."""
-    return _transposed_product(x, w)
+def unembed(x: jax.Array, w: jax.Array | PackedMatrix, *, num_rows: jax.Array | None = None) -> jax.Array:
+    """Logits `x @ w.T`: x [S, E], w [V, E], or its transpose packed, -> float32 [S, V].
 
-
-def _transposed_product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """`x @ w.T`: x [T, E], w [X, E] -> float32 [T, X]."""
-    dimensions = (((1,), (1,)), ((), ()))
-    if w.dtype == jnp.float32 and x.shape[0] <= FEW_ROWS:
-        product = lax.dot_general(w, x, dimensions, precision=lax.Precision.HIGHEST)
-        return lax.optimization_barrier(product).T  # or XLA makes it the other product again
-    return _product(x, w, dimensions)
+    Args:
+      num_rows: as for `linear`.
+    """
+    if isinstance(w, PackedMatrix):
+        return w.product(x, num_rows)
+    return _product(x, w, (((1,), (1,)), ((), ())))
 
 
 def _product(x: jax.Array, w: jax.Array, dimensions: Any) -> jax.Array:

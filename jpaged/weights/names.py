@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -66,7 +66,7 @@ def targets(config: ModelConfig, source: Format, *, rotary_interleaved: bool = F
     found: dict[str, Target] = {}
 
     def add(entry: _Entry, layer: int | None, name: str) -> None:
-        spec = getattr(tree if layer is None else tree.layers[layer], entry.field)
+        spec: Any = getattr(tree if layer is None else tree.layers[layer], entry.field)
         compare = entry.field == "lm_head" and spec is None
         field, spec = ("embed", tree.embed) if compare else (entry.field, spec)
         if spec is None:

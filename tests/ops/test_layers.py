@@ -12,8 +12,6 @@ import pytest
 
 from jpaged.config import RopeConfig
 from jpaged.ops.layers import (
-    FEW_ROWS,
-    TransposedMatrix,
     apply_rope,
     linear,
     rms_norm,
@@ -174,16 +172,3 @@ def test_scores_depend_on_the_distance_alone():
 
     near, same, far = (float(score(np.int32(i), np.int32(j))) for i, j in ((7, 3), (104, 100), (110, 100)))
     assert near == pytest.approx(same, abs=1e-4) and abs(near - far) > 1e-2
-
-
-@pytest.mark.parametrize("rows", [1, 8, FEW_ROWS, FEW_ROWS + 1])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_products_with_a_transposed_matrix_are_those_of_the_matrix_itself(rows, dtype):
-    rng = np.random.default_rng(rows)
-    x, w = rng.standard_normal((rows, 48)), rng.standard_normal((48, 80))
-    x, w = (array.astype(dtype).astype(np.float64) for array in (x, w))
-    b = rng.standard_normal(80).astype(np.float32)
-    turned = w.T.astype(dtype)
-    found = jax.jit(linear)(x.astype(dtype), TransposedMatrix(turned), b)
-    np.testing.assert_allclose(found, x @ w + b, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(jax.jit(unembed)(x.astype(dtype), turned), x @ w, rtol=1e-4, atol=1e-4)
