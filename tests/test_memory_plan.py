@@ -18,7 +18,9 @@ def size(tree) -> int:
 @pytest.mark.parametrize(("head_dim", "kv_heads"), [(64, 1), (80, 3), (96, 5), (128, 7)])
 @pytest.mark.parametrize("kv", ["float32", "bfloat16", "int8", "fp8_e4m3", "int4"])
 def test_an_engine_allocates_what_is_planned(head_dim, kv_heads, kv):
-    config = tiny_config(head_dim=head_dim, num_kv_heads=kv_heads, num_heads=2 * kv_heads)
+    config = tiny_config(  # of matrices that fill whole panels on a CPU: as wide as a multiple of 32
+        head_dim=head_dim, num_kv_heads=kv_heads, num_heads=2 * kv_heads, vocab_size=96, hidden_size=64
+    )
     engine = Engine(
         config, tiny_params(config), kv_cache_dtype=kv, num_kv_blocks=8, max_num_seqs=4, max_model_len=64
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -117,15 +117,18 @@ def abstract_params(
 def packed(params: Params) -> Params:
     """The same float32 model with the matrices of its products packed, for a CPU."""
 
-    def pack(w: Any) -> Any:
-        return w if isinstance(w, QuantizedMatrix | PackedMatrix) else PackedMatrix.of(np.asarray(w))
+    def pack(part: Any, names: Iterable[str], view: Callable[[np.ndarray], np.ndarray] = np.asarray) -> Any:
+        given = {name: getattr(part, name) for name in names}
+        changes: dict[str, Any] = {
+            name: PackedMatrix.of(view(np.asarray(w)))
+            for name, w in given.items()
+            if not isinstance(w, QuantizedMatrix)
+        }
+        return dataclasses.replace(part, **changes)
 
-    layers = tuple(
-        dataclasses.replace(layer, **{name: pack(getattr(layer, name)) for name in MATRICES})
-        for layer in params.layers
-    )
-    table = "embed" if params.lm_head is None else "lm_head"
-    return dataclasses.replace(params, layers=layers, **{table: pack(getattr(params, table).T)})
+    layers = tuple(pack(layer, MATRICES) for layer in params.layers)
+    params = pack(params, ["embed" if params.lm_head is None else "lm_head"], np.transpose)
+    return dataclasses.replace(params, layers=layers)
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype | str | None = None) -> Params:
