@@ -122,7 +122,7 @@ def packed(params: Params) -> Params:
         changes: dict[str, Any] = {
             name: PackedMatrix.of(view(np.asarray(w)))
             for name, w in given.items()
-            if not isinstance(w, QuantizedMatrix)
+            if not isinstance(w, QuantizedMatrix | PackedMatrix)
         }
         return dataclasses.replace(part, **changes)
 
