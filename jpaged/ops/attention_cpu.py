@@ -8,7 +8,6 @@ row's result depends on its own context alone.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -42,7 +41,7 @@ def paged_decode(
     soft_cap: float | None = None,
 ) -> jax.Array:
     """`attention_xla.paged_decode` of pools in float32 or bfloat16; queries and weights are not rounded."""
-    _register()
+    native.register(_TARGET, _handler, _run_part)
     call = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct(q.shape, jnp.float32))
     return call(
         q * q.shape[-1] ** -0.5,
@@ -67,11 +66,6 @@ def token_contexts(
     sequence = jnp.minimum(owner, query_start.shape[0] - 2)
     length = context_lens[sequence] - query_start[1:][sequence] + packed + 1
     return sequence, jnp.where(owner == sequence, length, 0)
-
-
-@functools.cache
-def _register() -> Any:
-    return native.register(_TARGET, _handler, _run_part)
 
 
 # -- what XLA calls ---------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def add_product(
     eps: float,
     backend: Backend,
     split: bool,
-    num_rows: jax.Array | None,
+    num_rows: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`x + h @ w + b`, and its RMS norm: x float32 [T, X], h [T, E], w [E, X], b and norm [X].
 

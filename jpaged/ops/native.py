@@ -11,6 +11,7 @@ not when only a file that it calls into does, such as this one.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -45,24 +46,30 @@ compiled = _kept(numba.njit, nogil=True, error_model="numpy", fastmath={"reassoc
 intrinsic: Any = _numba_intrinsic  # its type hints know nothing of the typing context
 
 
-def register(target: str, handler: Callable[[int], int], run_part: Callable[[int], int]) -> tuple[Any, ...]:
-    """Compiles a handler and what it has to run, or loads them, and makes the handler known to XLA.
+_registered: dict[str, list[Any]] = {}  # what has to live as long as XLA may call it
+_registering = threading.Lock()
+
+
+def register(target: str, handler: Callable[[int], int], run_part: Callable[[int], int]) -> None:
+    """Compiles a handler and what it has to run, or loads them, and makes the handler known to XLA; once.
 
     Args:
       handler: an XLA_FFI_Handler: address of a call frame -> 0. It hands `run_parts` what
         `pointer_to(target)` makes.
       run_part: address of frame, number of the part, number of parts: int64 [3] -> 0.
-
-    Returns:
-      What keeps the code alive.
     """
-    callbacks = []
-    for name, function in ((_TASK, _task), (target, run_part)):
-        callbacks.append(_callback(function))
-        llvmlite.binding.add_symbol(name, callbacks[-1].address)  # found by name, so that code can be kept
-    callbacks.append(_callback(handler))
-    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(callbacks[-1].ctypes), platform="cpu")
-    return tuple(callbacks)
+    with _registering:
+        if target in _registered:
+            return
+        callbacks = []
+        for name, function in ((_TASK, _task), (target, run_part)):
+            callbacks.append(_callback(function))
+            llvmlite.binding.add_symbol(
+                name, callbacks[-1].address
+            )  # found by name, so that code can be kept
+        callbacks.append(_callback(handler))
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(callbacks[-1].ctypes), platform="cpu")
+        _registered[target] = callbacks
 
 
 def _callback(function: Callable[[int], int]) -> Any:

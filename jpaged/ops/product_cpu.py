@@ -55,15 +55,10 @@ def product(x: jax.Array, panels: jax.Array, columns: int, num_rows: jax.Array |
       columns: X.
       num_rows: int32 [], of x that matter, the first ones; the result has zeros for the others.
     """
-    _register()
-    num_rows = jnp.int32(x.shape[0]) if num_rows is None else num_rows
+    native.register(_TARGET, _handler, _run_part)
+    num_rows = jnp.asarray(x.shape[0] if num_rows is None else num_rows, jnp.int32)
     call = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct((x.shape[0], columns), jnp.float32))
     return call(x, panels, num_rows)
-
-
-@functools.cache
-def _register() -> Any:
-    return native.register(_TARGET, _handler, _run_part)
 
 
 # -- what XLA calls ---------------------------------------------------------------------------
