@@ -24,7 +24,6 @@ from jpaged.ops.native import compiled
 from jpaged.pallas.common import LOG2_E, NEVER
 
 PART_TOKENS = 256  # of context, times KV heads: what is worth the trouble of another part
-PARTS_PER_THREAD = 4
 
 _TARGET = "jpaged_paged_decode"
 _part_pointer = native.pointer_to(_TARGET)
@@ -73,21 +72,20 @@ def token_contexts(
 
 def _handler(frame: int) -> int:
     if not native.answered(frame):
-        native.run_parts(frame, _num_parts(frame), _part_pointer())
+        native.run_parts(frame, _work(frame) // PART_TOKENS, _part_pointer())
     return 0
 
 
 @compiled
-def _num_parts(frame: int) -> int:
-    """Into how many parts a call is cut: none has less than `PART_TOKENS`."""
+def _work(frame: int) -> int:
+    """Tokens of all contexts, times KV heads."""
     arguments = native.operands(frame, 5)
     _, pool_shape = native.buffer(arguments[1], 4)
     lens_data, lens_shape = native.buffer(arguments[4], 1)
     tokens = np.int64(0)
     for length in numba.carray(lens_data, (lens_shape[0],), np.int32):
         tokens += length
-    work = tokens * pool_shape[1]
-    return max(np.int64(1), min(PARTS_PER_THREAD * native.num_threads(frame), work // PART_TOKENS))
+    return tokens * pool_shape[1]
 
 
 def _run_part(task: int) -> int:

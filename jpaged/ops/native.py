@@ -27,6 +27,9 @@ from numba.extending import intrinsic as _numba_intrinsic
 FLOAT32 = 11
 """XLA_FFI_DataType."""
 
+PARTS_PER_THREAD = 4
+"""Of a call, at most: more than one, since threads do not run at the same speed."""
+
 
 def _kept(decorator: Any, *arguments: Any, **options: Any) -> Any:
     """A decorator of Numba's that keeps machine code on disk, if there is a folder for it."""
@@ -64,9 +67,8 @@ def register(target: str, handler: Callable[[int], int], run_part: Callable[[int
         callbacks = []
         for name, function in ((_TASK, _task), (target, run_part)):
             callbacks.append(_callback(function))
-            llvmlite.binding.add_symbol(
-                name, callbacks[-1].address
-            )  # found by name, so that code can be kept
+            # Found by name, so that code can be kept.
+            llvmlite.binding.add_symbol(name, callbacks[-1].address)
         callbacks.append(_callback(handler))
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(callbacks[-1].ctypes), platform="cpu")
         _registered[target] = callbacks
@@ -196,7 +198,7 @@ _TAKEN, _DONE, _HOLDERS, _FRAME, _PARTS, _RUN_PART, _SIZE = range(7)
 
 
 @compiled
-def num_threads(frame: int) -> int:
+def _num_threads(frame: int) -> int:
     """Threads of XLA's pool, 1 if there is none."""
     count = np.ones(1, np.int64)
     arguments = np.array([32, 0, words(frame, 4)[3], address_of(count)])
@@ -215,9 +217,15 @@ def _is_done(frame: int, error: int) -> bool:
 
 
 @compiled
-def run_parts(frame: int, parts: int, run_part: int) -> None:
-    """Runs all parts of a call: in this thread, and in others of XLA's pool that come in time."""
-    others = min(num_threads(frame), parts) - 1
+def run_parts(frame: int, most: int, run_part: int) -> None:
+    """Cuts a call into parts and runs them: in this thread, and in others of XLA's pool that come in time.
+
+    Args:
+      most: parts that are worth the trouble.
+    """
+    threads = _num_threads(frame)
+    parts = max(np.int64(1), min(PARTS_PER_THREAD * threads, most))
+    others = min(threads, parts) - 1
     address = _malloc(8 * _SIZE)
     shared = words(address, _SIZE)
     shared[_TAKEN] = shared[_DONE] = 0

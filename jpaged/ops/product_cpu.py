@@ -36,7 +36,6 @@ TILE_ROWS = 6
 DEPTH = 768  # rows of a panel that are multiplied at once; longer sums would be less exact
 BLOCK_BYTES = 200_000  # of x that stay in a core's second cache while panels pass
 PART_WORK = 1 << 18  # multiplications that are worth the trouble of another part
-PARTS_PER_THREAD = 4
 
 _TARGET = "jpaged_product"
 _part_pointer = native.pointer_to(_TARGET)
@@ -66,17 +65,16 @@ def product(x: jax.Array, panels: jax.Array, columns: int, num_rows: jax.Array |
 
 def _handler(frame: int) -> int:
     if not native.answered(frame):
-        native.run_parts(frame, _num_parts(frame), _part_pointer())
+        native.run_parts(frame, _work(frame) // PART_WORK, _part_pointer())
     return 0
 
 
 @compiled
-def _num_parts(frame: int) -> int:
-    """Into how many parts a call is cut: none has less than `PART_WORK`."""
+def _work(frame: int) -> int:
+    """Multiplications of a call."""
     arguments = native.operands(frame, 3)
     _, shape = native.buffer(arguments[1], 3)
-    work = _num_rows(arguments[2]) * shape[0] * shape[1] * shape[2]
-    return max(np.int64(1), min(PARTS_PER_THREAD * native.num_threads(frame), work // PART_WORK))
+    return _num_rows(arguments[2]) * shape[0] * shape[1] * shape[2]
 
 
 @compiled
